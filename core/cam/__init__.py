@@ -1,0 +1,1 @@
+"""Communication ops for large models."""
