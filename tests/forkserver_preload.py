@@ -1,8 +1,9 @@
 """Imported once, inside multiprocessing's fork server, before any rank is forked from it.
 
 Everything slow to import is paid for here, so that starting a rank is one fork. The fork server also asks the
-kernel to kill it when pytest dies; ranks ask the same with respect to the fork server (tests/rank_process.py), so
-a `kill -9` of pytest takes the whole tree with it, even ranks that hang or are stopped.
+kernel to kill it when pytest dies; ranks ask the same with respect to the fork server
+(tests/rank_process.py), so a `kill -9` of pytest takes the whole tree with it, even ranks that hang or are
+stopped.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ for name in (
     "cam.ep",
     "tests.rank_process",
 ):
-    # cam may be broken or half written while it is being worked on: the rank then reports the import error itself.
+    # cam may be half written while it is being worked on: the rank then reports the import error itself.
     with contextlib.suppress(Exception):
         importlib.import_module(name)
 

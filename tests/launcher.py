@@ -1,18 +1,20 @@
 """The one launcher of N real processes for tests.
 
     with Ranks(4) as ranks:
-        results = ranks.run(fn, x, PerRank([a, b, c, d]))     # fn(group, x, a) on rank 0, fn(group, x, b) on rank 1 ...
+        results = ranks.run(fn, x, PerRank([a, b, c, d]))     # fn(group, x, a) on rank 0, fn(group, x, b) on
+        1 ..
 
-- Ranks are forked from a fork server that has torch and cam loaded: starting 8 takes a fraction of a second. A pool
-  outlives its `with` block and serves the next one with the same settings, so that hypothesis examples and whole
-  test files run on live groups. A pool in which anything failed is thrown away.
-- Nothing hangs: each run has a deadline, after which every rank writes its Python stacks, is killed, and RankFailed
-  shows the stacks. The same happens at once when a rank raises or dies.
+- Ranks are forked from a fork server that has torch and cam loaded: starting 8 takes a fraction of a second.
+  A pool outlives its `with` block and serves the next one with the same settings, so that hypothesis examples
+  and whole test files run on live groups. A pool in which anything failed is thrown away.
+- Nothing hangs: each run has a deadline, after which every rank writes its Python stacks, is killed, and
+  RankFailed shows the stacks. The same happens at once when a rank raises or dies.
 - Nothing is left: output goes to unnamed files, ranks die with pytest (see tests/forkserver_preload.py), the
   rendezvous is one TCPStore on a port that the kernel chose.
 
-`fn` must be importable by name (module level); its tensors arrive and return as copies. Inside it `reached("label")`
-tells `Run.wait_reached(rank, "label")`, which is how a test acts in the middle of a run without sleeping.
+`fn` must be importable by name (module level); its tensors arrive and return as copies. Inside it
+`reached("label")` tells `Run.wait_reached(rank, "label")`, which is how a test acts in the middle of a run
+without sleeping.
 """
 
 import atexit
@@ -22,19 +24,17 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection as mp_connection
-from multiprocessing import forkserver, reduction
-from pathlib import Path
+from multiprocessing import reduction
 from typing import Any
 
 import torch.distributed as dist
 
-from tests import wire
+from tests import fork_server, wire
 from tests.rank_process import RankEnv, Start, main, reached
 
 __all__ = ["PerRank", "RankDied", "RankEnv", "RankFailed", "Ranks", "Run", "close_all", "reached"]
@@ -83,8 +83,8 @@ class RankFailed(Exception):
 class Ranks:
     """N ranks in N processes.
 
-    world_size: number of ranks. group: False gives functions a RankEnv (rank, world_size, store) instead of a cam
-    group. deadline: seconds for each run. config: fields of cam.Config, passed to cam.init.
+    world_size: number of ranks. group: False gives functions a RankEnv (rank, world_size, store) instead of a
+    cam group. deadline: seconds for each run. config: fields of cam.Config, passed to cam.init.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Ranks:
         return self._live().pids
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
-        """Sends a signal (SIGKILL, SIGSTOP, SIGCONT ...) to one rank. The pool is not used again after this test."""
+        """Sends a signal (SIGKILL, SIGSTOP, SIGCONT ...) to one rank. Later tests get other processes."""
         pool = self._live()
         pool.tainted = True
         os.kill(pool.pids[rank], signum)
@@ -127,8 +127,8 @@ class Ranks:
     ) -> list[Any]:
         """fn(group, *args) on every rank; returns the results by rank.
 
-        expect_errors: exceptions and deaths (RankDied) are returned in place of results. A missed deadline always
-        raises RankFailed.
+        expect_errors: exceptions and deaths (RankDied) are returned in place of results. A missed deadline
+        always raises RankFailed.
         """
         return self.start(fn, *args, deadline=deadline).join(expect_errors=expect_errors)
 
@@ -167,7 +167,7 @@ class Run:
                 for rank in range(pool.world_size)
             ]
         pool.busy = True
-        # The only clock: whatever this process is blocked in, the timer ends the ranks, and their pipes with them.
+        # The only clock: whatever this process is blocked in, the timer ends the ranks and their pipes.
         self._timer = threading.Timer(deadline, self._expire)
         self._timer.daemon = True
         self._timer.start()
@@ -253,7 +253,7 @@ class _Pool:
     def __init__(self, world_size: int, group: bool, config: dict[str, Any]) -> None:
         self.world_size = world_size
         self.busy = self.tainted = self.dead = False
-        context = _fork_server()
+        context = _context()
         start = Start(world_size, _rendezvous().port, f"pool{next(_Pool._ids)}", group, config)
         self.connections: list[mp_connection.Connection] = []
         self._processes: list[Any] = []
@@ -331,7 +331,7 @@ class _Rank:
         self.rank, self.start, self.connection, self.log = rank, start, connection, log
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.rank, self.start, self.connection, reduction.DupFd(self.log), _fork_server_pid()
+        return self.rank, self.start, self.connection, reduction.DupFd(self.log), fork_server.pid()
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._arguments = state
@@ -340,7 +340,7 @@ class _Rank:
         main(*self._arguments)
 
 
-# --- what is shared by all pools of this process ---------------------------------------------------------------------
+# --- what is shared by all pools of this process ------------------------------------------------------------
 
 _idle: dict[tuple[Any, ...], list[_Pool]] = {}
 _store: list[dist.TCPStore] = []
@@ -383,28 +383,8 @@ def _rendezvous() -> dist.TCPStore:
     return _store[0]
 
 
-def _fork_server_pid() -> int:
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if not isinstance(pid, int):
-        raise RuntimeError("the fork server is not running")
-    return pid
-
-
-def _fork_server() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    if forkserver._forkserver._forkserver_pid is not None:  # type: ignore[attr-defined]
-        return context
-    context.set_forkserver_preload(["tests.forkserver_preload"])
-    # Python < 3.12.3 does not give sys.path to the fork server before it preloads (cpython gh-117378).
-    root = str(Path(__file__).parent.parent)
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([root, *(path for path in sys.path if path)])
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-    atexit.register(close_all)
-    return context
+def _context() -> Any:
+    if not fork_server.running():
+        fork_server.start()
+        atexit.register(close_all)
+    return multiprocessing.get_context("forkserver")

@@ -1,4 +1,4 @@
-"""What runs inside one rank: a loop that receives (function, arguments), calls it and sends back what came of it."""
+"""Inside one rank: a loop that receives (function, arguments), calls it and sends back what came of it."""
 
 import contextlib
 import ctypes
@@ -62,7 +62,7 @@ def main(rank: int, start: Start, connection: Connection, stderr: Any, parent: i
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    # Ctrl-C in the terminal reaches the whole process group; only pytest should react, and then end the ranks.
+    # Ctrl-C in the terminal reaches the whole process group; only pytest reacts, and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
 

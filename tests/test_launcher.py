@@ -1,4 +1,4 @@
-"""The launcher itself: whatever goes wrong in a rank is reported in full, quickly, and leaves nothing behind."""
+"""The launcher: whatever goes wrong in a rank is reported in full, quickly, and leaves nothing behind."""
 
 import gc
 import os
@@ -160,7 +160,7 @@ def test_a_hang_ends_at_the_deadline_and_shows_stacks() -> None:
     with Ranks(3, group=False) as ranks:
         before = ranks.pids
         start = time.monotonic()
-        with pytest.raises(RankFailed, match="not finished after 0.5 s") as caught:
+        with pytest.raises(RankFailed, match=r"not finished after 0\.5 s") as caught:
             ranks.run(wait_for_ever, 2, deadline=0.5)
         assert time.monotonic() - start < 10
         assert "stuck_here" in str(caught.value)

@@ -1,8 +1,8 @@
 """Pickling between pytest and the ranks.
 
-Plain pickle, with two differences. Tensors travel as their bytes (torch's own reductions either share memory, which
-would keep a rank's window alive, or write the whole storage behind a view). Exceptions are rebuilt without calling
-__init__, because an __init__ with keyword-only arguments cannot be unpickled.
+Plain pickle, with two differences. Tensors travel as their bytes (torch's own reductions either share memory,
+which would keep a rank's window alive, or write the whole storage behind a view). Exceptions are rebuilt
+without calling __init__, because an __init__ with keyword-only arguments cannot be unpickled.
 """
 
 import io
