@@ -1,8 +1,8 @@
 """The configuration of a group: one typed object.
 
-Where a value comes from, first wins: arguments, then CAM_<FIELD> environment variables, then the YAML file that the
-caller or CAM_CONFIG names, then the default. Keys that do not exist are errors that name the near miss, wherever they
-come from: a misspelt CAM_TIMOUT_S that is silently ignored costs an afternoon.
+Where a value comes from, first wins: arguments, then CAM_<FIELD> environment variables, then the YAML file
+that the caller or CAM_CONFIG names, then the default. Keys that do not exist are errors that name the near
+miss, wherever they come from: a misspelt CAM_TIMOUT_S that is silently ignored costs an afternoon.
 """
 
 import difflib
@@ -31,7 +31,7 @@ Bytes = Annotated[ByteSize, Field(gt=0)]
 
 
 class Config(BaseSettings):
-    """Settings of a group. Immutable; see `Config.load` for reading a file and `replace` for a changed copy."""
+    """Settings of a group. Immutable; `Config.load` reads a file, `replace` makes a changed copy."""
 
     model_config = SettingsConfigDict(
         env_prefix=_PREFIX, extra="forbid", frozen=True, validate_default=True, env_ignore_empty=True
@@ -44,15 +44,15 @@ class Config(BaseSettings):
     """Deadline of every wait, in seconds. Each call can set its own."""
 
     window_limit: Annotated[Bytes | None, BeforeValidator(_auto)] = None
-    """Most window memory this rank may hold, in bytes. None or "auto": half of the memory this process may use (its
-    cgroup's limit counts), divided by the ranks on this host."""
+    """Most window memory this rank may hold, in bytes. None or "auto": half of the memory this process may
+    use (its cgroup's limit counts), divided by the ranks on this host."""
 
     window_retain: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
-    """Freed window memory kept for reuse, in bytes. What exceeds it goes back to the operating system at once."""
+    """Freed window memory kept for reuse, in bytes. What exceeds it goes back to the operating system."""
 
     spin_us: Annotated[int | None, Field(ge=0), BeforeValidator(_auto)] = None
-    """Microseconds that a wait spins before it sleeps. None or "auto": 50 when every rank of this host has a core, else
-    2, because a spinning rank then keeps the rank it waits for from running."""
+    """Microseconds that a wait spins before it sleeps. None or "auto": 50 when every rank of this host has a
+    core, else 2, because a spinning rank then keeps the rank it waits for from running."""
 
     threads: Annotated[int | None, Field(ge=1, le=1024), BeforeValidator(_auto)] = None
     """Threads that copy rows in this rank. None or "auto": usable cores / ranks on this host, at least 1."""
@@ -61,8 +61,8 @@ class Config(BaseSettings):
     """Instruction set of the CPU kernels; "auto" takes the best that this machine has."""
 
     nontemporal_threshold: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 20)
-    """Calls that move more bytes than this write around the caches: the receiver reads them later anyway, and a normal
-    store would first read each line that it overwrites."""
+    """Calls that move more bytes than this write around the caches: the receiver reads them later anyway, and
+    a normal store would first read each line that it overwrites."""
 
     def __init__(self, **fields: Any) -> None:
         _refuse_unknown(fields, "argument")
@@ -78,7 +78,8 @@ class Config(BaseSettings):
         below = _read_yaml(path)
         given = {name.upper() for name, value in os.environ.items() if value}
         try:
-            return cls(**({key: value for key, value in below.items() if _variable(key) not in given} | fields))
+            below = {key: value for key, value in below.items() if _variable(key) not in given}
+            return cls(**(below | fields))
         except ConfigError as error:
             raise ConfigError(f"{error} (with {path})") from None
 

@@ -1,7 +1,7 @@
 """What can go wrong, as one small tree under CamError.
 
-Every class takes the message first and its named fields as keywords; the fields are plain attributes, so that an
-error survives pickling and that programs read them instead of parsing text.
+Every class takes the message first and its named fields as keywords; the fields are plain attributes, so that
+an error survives pickling and that programs read them instead of parsing text.
 """
 
 from collections.abc import Sequence
