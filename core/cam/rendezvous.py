@@ -22,10 +22,10 @@ if TYPE_CHECKING:  # torch.distributed has it as well, but not for type checkers
 _OPERATION = "init"
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-#: Stores made from the environment, by (address, port, rank, size). Rank 0 serves the store without
+#: Stores made from the environment, by (process, address, rank, size). Rank 0 serves the store without
 #: torchrun: it must outlive the call that made it, or peers that still read from it see a broken
 #: connection.
-_environment_stores: dict[tuple[str, str, int, int], "Store"] = {}
+_environment_stores: dict[tuple[int, str, int, int], "Store"] = {}
 
 
 class Rendezvous(Protocol):
@@ -163,7 +163,8 @@ def _from_complete_environment(name: str, timeout_s: float) -> Rendezvous:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except ValueError as error:
         raise ConfigError(f"RANK and WORLD_SIZE must be integers: {error}") from None
-    where = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size)
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    where = (os.getpid(), address, rank, size)
     if where not in _environment_stores:
         deadline = Deadline(timeout_s)
         try:
@@ -171,9 +172,9 @@ def _from_complete_environment(name: str, timeout_s: float) -> Rendezvous:
             _environment_stores[where] = next(handler)[0]
         except (RuntimeError, ValueError) as error:
             if not deadline.passed:
-                raise ConfigError(f"no rendezvous at {where[0]}:{where[1]}: {error}") from error
+                raise ConfigError(f"no rendezvous at {address}: {error}") from error
             raise Timeout(
-                f"init: rank {rank} found no store, or not all of {size} ranks, at {where[0]}:{where[1]} "
+                f"init: rank {rank} found no store, or not all of {size} ranks, at {address} "
                 f"within {deadline.waited_s:.1f} s: {error}",
                 operation=_OPERATION,
                 phase="store",
