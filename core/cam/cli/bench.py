@@ -1,0 +1,172 @@
+"""`cam bench`: benchmarks, each against its peers and the memory's own speed in one run."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cam.bench import Case, CaseResult, Plan, Report, benchmark, picture
+from cam.bench.report import case_table, crowding_table
+from cam.errors import CamError, ConfigError
+
+app = typer.Typer(help="Measure CAM and its peers.", no_args_is_help=True)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure CAM and its peers."""
+
+
+@app.command("ep")
+def ep(
+    tokens: Annotated[str, typer.Option(help="Tokens per rank, a list.")] = "1,32,128,512,2048,4096",
+    hidden: Annotated[str, typer.Option(help="Hidden sizes.")] = "2048,7168",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4",
+    routing: Annotated[str, typer.Option(help="How tokens choose experts.")] = "uniform,zipf",
+    topk: Annotated[int, typer.Option(help="Experts per token.")] = 8,
+    experts: Annotated[int, typer.Option(help="Experts of all ranks together.")] = 64,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    layout: Annotated[str, typer.Option(help="CAM's layouts.")] = "expert,rank",
+    quant: Annotated[bool, typer.Option(help="Also dispatch quantised to int8 and fp8.")] = True,
+    engines: Annotated[str, typer.Option(help="MPI needs mpirun and mpi4py.")] = "cam,gloo,mpi",
+    rounds: Annotated[int | None, typer.Option(help="Timed rounds per case; else what time allows.")] = None,
+    seconds: Annotated[float, typer.Option(help="Time for a case's rounds, without --rounds.")] = 8.0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A taste: 2 ranks, hidden 7168, 1 and 128 tokens.")
+    ] = False,
+    patience: Annotated[float, typer.Option(help="Seconds that one case may take at most.")] = 600.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the results into this file.")] = None,
+) -> None:
+    """Expert parallelism: dispatch and combine.
+
+    CAM in each layout; Gloo and MPI as the whole user path and as the bare all_to_all; plain copies of the
+    same bytes as the floor. Contenders take turns within each round, the slowest rank counts, and every
+    result is checked against Gloo's before it is timed.
+    """
+    console = Console()
+    try:
+        if png is not None:
+            picture.require()
+        plan = Plan(
+            tokens=_numbers("tokens", tokens),
+            hidden=_numbers("hidden", hidden),
+            ranks=_numbers("ranks", ranks),
+            routing=_words(routing),
+            topk=topk,
+            experts=experts,
+            dtype=dtype,
+            layouts=_words(layout),
+            quant=quant,
+            rounds=rounds,
+            seconds_per_case=seconds,
+            engines=_words(engines),
+        )
+        if quick:
+            plan = _quick(plan)
+        with _Live(console) as live:
+            report = benchmark.run(plan, command=_command(), progress=live, patience_s=patience)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    except CamError as error:
+        _fail(console, error)
+    _conclude(console, report)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+        console.print(f"results: {json_file}")
+    if png is not None:
+        for path in picture.draw(report, png):
+            console.print(f"picture: {path}")
+
+
+class _Live:
+    """Shows progress. Draws only when told something: the cores belong to what is measured."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+        )
+        self._task = self._progress.add_task("starting", total=None)
+
+    def __enter__(self) -> "_Live":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def planned(self, report: Report, cases: list[Case]) -> None:
+        for skipped in report.skipped:
+            self._console.print(f"[yellow]skipped[/yellow] {skipped['case']}: {skipped['reason']}")
+        for engine, state in report.engines.items():
+            if state.startswith("not measured"):
+                self._console.print(f"[yellow]{engine}[/yellow] {state}")
+        self._progress.update(self._task, total=len(cases), refresh=True)
+
+    def started(self, title: str) -> None:
+        self._progress.update(self._task, description=title, refresh=True)
+
+    def finished(self, result: CaseResult) -> None:
+        self._console.print(case_table(result))
+        self._progress.update(self._task, advance=1, refresh=True)
+
+
+def _conclude(console: Console, report: Report) -> None:
+    if report.crowding:
+        console.print(crowding_table(report.crowding))
+    console.print(
+        f"{len(report.results)} cases, each checked against Gloo's result, in {report.seconds:.0f} s. "
+        "% floor: of the speed of a plain copy of the same rows. "
+        "Python us: the part of the time that is spent outside native calls.",
+        style="dim",
+    )
+
+
+def _quick(plan: Plan) -> Plan:
+    return Plan(
+        tokens=(1, 128),
+        hidden=(7168,),
+        ranks=(2,),
+        routing=plan.routing[:1],
+        topk=plan.topk,
+        experts=plan.experts,
+        dtype=plan.dtype,
+        layouts=plan.layouts,
+        quant=plan.quant,
+        rounds=plan.rounds,
+        seconds_per_case=2.0,
+        engines=plan.engines,
+    )
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise ConfigError(f"{name} must be a list of whole numbers such as 1,32; got {text!r}") from None
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def _command() -> str:
+    return " ".join(["cam", *sys.argv[1:]])
+
+
+def _fail(console: Console, error: CamError) -> NoReturn:
+    console.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
+    console.print(str(error), markup=False, highlight=False)
+    raise typer.Exit(1)
