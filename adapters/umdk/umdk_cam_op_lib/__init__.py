@@ -149,7 +149,8 @@ def _check_routing(topk_idx: Tensor, topk_weights: Tensor) -> None:
     _check_topk_idx(topk_idx)
     if topk_weights.shape != topk_idx.shape or topk_weights.dtype != torch.float32:
         raise InputError(
-            f"topk_weights must be float32 {tuple(topk_idx.shape)}, got {topk_weights.dtype} {tuple(topk_weights.shape)}"
+            f"topk_weights must be float32 {tuple(topk_idx.shape)} like topk_idx, got {topk_weights.dtype} "
+            f"{tuple(topk_weights.shape)}"
         )
 
 
