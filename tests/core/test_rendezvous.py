@@ -4,6 +4,7 @@ Ranks are threads here: these pieces know nothing of processes, and a thread can
 """
 
 import contextlib
+import gc
 import os
 import socket
 import threading
@@ -40,6 +41,11 @@ def on_threads(size: int, fn: Callable[[int], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
+
+
+def descriptors_open() -> int:
+    gc.collect()  # stores of earlier tests hold sockets
+    return len(os.listdir("/proc/self/fd"))
 
 
 # --- rendezvous over stores ---------------------------------------------------------------------------------
@@ -253,10 +259,10 @@ def exchange_all(
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_every_pair_swaps_segments(size: int) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors_open()
     with handovers(size) as made:
         assert exchange_all(made, [SECRET] * size) == [{}] * size
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors_open() == before
 
 
 def test_strangers_neither_stall_nor_receive_anything() -> None:
@@ -283,7 +289,7 @@ def test_strangers_neither_stall_nor_receive_anything() -> None:
             elif isinstance(message, bytes):
                 stranger.send(message)
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors_open()
     with handovers(3) as made:
         assert exchange_all(made, [SECRET] * 3, strangers) == [{}] * 3
     for connection in connections:
@@ -294,7 +300,7 @@ def test_strangers_neither_stall_nor_receive_anything() -> None:
                 received.append(message)
                 assert descriptors == []
         connection.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors_open() == before
 
 
 def test_a_peer_without_the_secret_is_refused() -> None:
@@ -321,10 +327,10 @@ def test_a_host_does_not_give_its_segment_to_a_caller_without_the_secret() -> No
         caller.connect(made[0].address)
         caller.send(b"cam-call" + b"\1\0\0\0" + b"n" * 32)
         socket.send_fds(caller, [b"p" * 32], [segment.fd])
-        before = len(os.listdir("/proc/self/fd"))
+        before = descriptors_open()
         with pytest.raises(cam.Timeout):
             made[0].exchange(segment.fd, SECRET, [1], Deadline(0.3))
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert descriptors_open() == before
         answer, descriptors, _, _ = socket.recv_fds(caller, 1000, 10)
         assert (len(answer), descriptors) == (64, [])
         assert socket.recv_fds(caller, 1000, 10)[:2] == (b"", [])
@@ -372,7 +378,7 @@ def close_all(linked: list[Any]) -> None:
 
 
 def test_ranks_of_one_host_share_memory() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors_open()
     linked = link_all(4)
     for rank, links in enumerate(linked):
         assert links.unreachable == ""
@@ -384,7 +390,7 @@ def test_ranks_of_one_host_share_memory() -> None:
         )
         assert links.segment.size == 4 * 4096
     close_all(linked)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors_open() == before
 
 
 def hosts_by_thread(monkeypatch: pytest.MonkeyPatch, boots: list[str]) -> None:
@@ -450,7 +456,7 @@ def test_memory_that_is_not_the_announced_memory_is_not_used(monkeypatch: pytest
 
 
 def test_one_ranks_failure_is_everybodys_with_its_cause() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors_open()
 
     def make(rank: int, local: int) -> Segment:
         if rank == 1:
@@ -463,7 +469,7 @@ def test_one_ranks_failure_is_everybodys_with_its_cause() -> None:
         assert isinstance(error, cam.GroupAborted)
         assert "init (reach): rank 1 failed" in str(error)
         assert "no memory for you" in str(error)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors_open() == before
 
 
 def test_the_last_step_is_common_as_well() -> None:
