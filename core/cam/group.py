@@ -178,7 +178,10 @@ class Group:
         if self._refusal is not None:
             raise self._refusal(operation)
         timeout_s = self._timeout_s if timeout is None else seconds(timeout, self._timeout_s)
-        with self._turns:
+        turns = self._turns
+        if turns.last is not None:
+            turns.wait()
+        with turns.lock:
             if self._refusal is not None:
                 raise self._refusal(operation)
             try:
