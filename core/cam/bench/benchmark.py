@@ -26,9 +26,7 @@ class Progress(Protocol):
     def finished(self, result: CaseResult) -> None: ...
 
 
-def run(
-    plan: Plan, *, command: str = "", progress: Progress | None = None, patience_s: float = 600.0
-) -> Report:
+def run(plan: Plan, *, command: str = "", progress: Progress | None = None, patience_s: float = 600.0) -> Report:
     """Measures every case of the plan, one group size after another.
 
     command: what a person types to repeat it, for the report. patience_s: the longest time for one case; then
@@ -53,9 +51,7 @@ def run(
         for ranks in dict.fromkeys(case.ranks for case in cases):
             mine = tuple(case for case in cases if case.ranks == ranks)
             spec = WorldSpec(ranks, directory, mine, plan, mpi=mpi.version is not None)
-            run_world(
-                spec, _listener(report, progress), mpi=mpi, crowded=ranks > cores, patience_s=patience_s
-            )
+            run_world(spec, _listener(report, progress), mpi=mpi, crowded=ranks > cores, patience_s=patience_s)
     base = plan.base_ranks(cores)
     if base is not None:
         report.crowding = find_crowding(report.results, base)

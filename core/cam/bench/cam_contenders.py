@@ -1,11 +1,16 @@
 """CAM through its public API, one contender for each way of using it."""
 
+from typing import Literal, cast
+
 import torch
 
 import cam
 from cam.bench.contenders import Ready, Timed
-from cam.bench.golden import Golden
+from cam.bench.golden import Golden, WrongResult
 from cam.bench.plan import Plan
+
+Layout = Literal["expert", "rank"]
+Quant = Literal["int8", "fp8"]
 
 
 class NativeClock:
@@ -21,12 +26,16 @@ class NativeClock:
 class CamLayout:
     """dispatch and combine in one layout; y, what the experts return, lies in window memory."""
 
-    def __init__(self, group: cam.Group, layout: str, golden: Golden, ready: Ready) -> None:
-        self.key, self.label, self.rows = f"cam-{layout}", f"CAM {layout} layout", layout
+    def __init__(self, group: cam.Group, layout: Layout, golden: Golden, ready: Ready) -> None:
+        self.key, self.label = f"cam-{layout}", f"CAM {layout} layout"
+        self.rows: str = layout
         self._buffer = cam.ep.Buffer(group, golden.case.experts, layout=layout)
         self._work, self._layout = golden.work, layout
         self._y = ready.window[: len(golden.rows if layout == "expert" else golden.rank_rows)]
-        self.native_s = NativeClock(group)
+        self._native = NativeClock(group)
+
+    def native_s(self) -> float:
+        return self._native()
 
     def check(self, golden: Golden) -> None:
         received, handle = self._buffer.dispatch(self._work.x, self._work.topk_idx, self._work.topk_weights)
@@ -71,16 +80,21 @@ class CamQuant:
 
     rows = ""
 
-    def __init__(self, group: cam.Group, quant: str, golden: Golden) -> None:
+    def __init__(self, group: cam.Group, quant: Quant, golden: Golden) -> None:
         self.key, self.label = f"cam-{quant}", f"CAM expert, {quant}"
         self._buffer = cam.ep.Buffer(group, golden.case.experts, layout="expert", quant=quant)
         self._work, self._quant = golden.work, quant
-        self.native_s = NativeClock(group)
+        self._native = NativeClock(group)
+
+    def native_s(self) -> float:
+        return self._native()
 
     def check(self, golden: Golden) -> None:
         from cam_kernels import reference
 
         received, _ = self._buffer.dispatch(self._work.x, self._work.topk_idx, self._work.topk_weights)
+        if received.scales is None:
+            raise WrongResult(f"{self.label}: no scales came with the rows")
         quantise = {"int8": reference.quant_int8, "fp8": reference.quant_fp8}[self._quant]
         golden.expect_equal(self.label, "source", received.source.long(), golden.source)
         for start in range(0, len(golden.rows), 4096):  # in parts: the reference works in float32
@@ -100,10 +114,10 @@ class CamQuant:
 def cam_contenders(plan: Plan, group: cam.Group, golden: Golden, ready: Ready) -> list[CamLayout | CamQuant]:
     """Those that the plan asks for, in the order of reports."""
     chosen: list[CamLayout | CamQuant] = [
-        CamLayout(group, layout, golden, ready) for layout in reversed(plan.layouts)
+        CamLayout(group, cast(Layout, layout), golden, ready) for layout in reversed(plan.layouts)
     ]
     if "expert" in plan.layouts:
         chosen.append(CamOutside(group, golden, ready))
     if plan.quant:
-        chosen += [CamQuant(group, quant, golden) for quant in ("int8", "fp8")]
+        chosen += [CamQuant(group, "int8", golden), CamQuant(group, "fp8", golden)]
     return chosen

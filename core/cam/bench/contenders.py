@@ -3,12 +3,14 @@
 CAM's contenders are in cam_contenders; the peers and the floor are here.
 """
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 
+import cam_kernels
 from cam.bench import userpath
 from cam.bench.golden import Golden, WrongResult
 from cam.bench.plan import Case
@@ -58,9 +60,7 @@ class Ready:
     window: torch.Tensor
 
     @classmethod
-    def make(
-        cls, case: Case, golden: Golden, empty: Callable[[tuple[int, int], torch.dtype], torch.Tensor]
-    ) -> "Ready":
+    def make(cls, case: Case, golden: Golden, empty: Callable[[tuple[int, int], torch.dtype], torch.Tensor]) -> "Ready":
         rows = max(len(golden.rows), case.tokens * case.topk)
         window = empty((rows, case.hidden), golden.rows.dtype)
         window.zero_()
@@ -137,23 +137,18 @@ class Raw:
 
 
 class Floor:
-    """A plain copy of a layout's rows from ordinary into window memory, all ranks at the same time.
+    """A plain copy of a layout's rows from ordinary into window memory, all ranks at the same time: libc's memcpy, or
+    non-temporal stores.
 
-    Dispatch delivers these bytes, combine reads them. Dispatch finds most of its source in the cache (a token
-    is read once for several rows) and combine writes fewer bytes than it reads, so that more than 100 % of
-    this floor is possible.
+    Dispatch delivers these bytes, combine reads them. Dispatch finds most of its source in the cache (a token is read
+    once for several rows) and combine writes fewer bytes than it reads, so more than 100 % of this floor is possible.
     """
 
     def __init__(self, rows: str, nontemporal: bool, golden: Golden, ready: Ready) -> None:
-        from cam_kernels import copy
-
-        self._copy = copy
-        name = "nontemporal" if nontemporal else "memcpy"
         self.rows, self._nontemporal = rows, nontemporal
-        self.key = name if rows == "expert" else f"{name}-{rows}"
-        self.label = ("non-temporal copy" if nontemporal else "memcpy") + (
-            ", rank rows" if rows == "rank" else ""
-        )
+        suffix = "" if rows == "expert" else f"-{rows}"
+        self.key = ("nontemporal" if nontemporal else "memcpy") + suffix
+        self.label = ("non-temporal copy" if nontemporal else "memcpy") + suffix.replace("-rank", " (rank)")
         count = sum((golden.route if rows == "expert" else golden.rank_route).splits)
         self._source, self._target = ready.sent[:count], ready.window[:count]
         self._bytes = self._source.numel() * self._source.element_size()
@@ -172,4 +167,7 @@ class Floor:
         return None
 
     def _run(self) -> None:
-        self._copy(self._target.data_ptr(), self._source.data_ptr(), self._bytes, self._nontemporal)
+        if self._nontemporal:
+            cam_kernels.copy(self._target.data_ptr(), self._source.data_ptr(), self._bytes, True)
+        else:
+            ctypes.memmove(self._target.data_ptr(), self._source.data_ptr(), self._bytes)

@@ -157,9 +157,7 @@ class Golden:
         largest = float(wanted.abs().max())
         error = float((found.float() - wanted.float()).abs().max())
         if not error <= 4 * torch.finfo(found.dtype).eps * largest:
-            raise WrongResult(
-                f"{self._where(contender, what)}: error {error:.3g}, largest value {largest:.3g}"
-            )
+            raise WrongResult(f"{self._where(contender, what)}: error {error:.3g}, largest value {largest:.3g}")
 
     def _where(self, contender: str, what: str) -> str:
         return f"{contender}, {self.case.title}, rank {self.rank}: {what} differs from Gloo's"

@@ -102,9 +102,7 @@ def _start(
     if spec.mpi and mpi.version is not None:
         command = [*tied, *mpirun_command(mpi.version, spec.ranks, crowded=crowded), *worker]
         return [
-            subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment
-            )
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment)
         ]
     return [
         subprocess.Popen(
@@ -148,9 +146,7 @@ def _listen(
         time.sleep(0.02)
 
 
-def _lines(
-    speaker: subprocess.Popen[bytes], processes: list[subprocess.Popen[bytes]]
-) -> Iterator[str | None]:
+def _lines(speaker: subprocess.Popen[bytes], processes: list[subprocess.Popen[bytes]]) -> Iterator[str | None]:
     """The speaker's output line by line; None after each half second without any. Ends with it, or with a
     failure.
 

@@ -55,9 +55,7 @@ def draw(report: Report, path: Path) -> list[Path]:
     for number, (hidden, routing) in enumerate(views):
         target = path if number == 0 else path.with_name(f"{path.stem}-h{hidden}-{routing}{path.suffix}")
         results = [
-            r
-            for r in report.results
-            if (r.case.hidden, r.case.routing) == (hidden, routing) and not r.case.cam_only
+            r for r in report.results if (r.case.hidden, r.case.routing) == (hidden, routing) and not r.case.cam_only
         ]
         _draw_one(plots, report, results, target)
         written.append(target)
@@ -128,9 +126,7 @@ def _draw_lines(axes: Any, results: list[CaseResult], phase: str) -> list[tuple[
             continue
         tokens = [point[0] for point in points]
         heights = [float(row.over_gloo or 0) for _, row in points]
-        axes.plot(
-            tokens, heights, style.dashes, color=style.colour, lw=style.width, marker=style.marker, ms=5
-        )
+        axes.plot(tokens, heights, style.dashes, color=style.colour, lw=style.width, marker=style.marker, ms=5)
         if style.marker:
             low = [height * row.seconds / row.q3 for height, (_, row) in zip(heights, points, strict=True)]
             high = [height * row.seconds / row.q1 for height, (_, row) in zip(heights, points, strict=True)]
@@ -192,9 +188,7 @@ def _limits(results: list[CaseResult]) -> tuple[float, float]:
 def _place_labels(axes: Any, labels: list[tuple[float, str, str]]) -> None:
     """Writes each text beside the end of its line, moved apart where they would overlap."""
     to_axes = axes.transScale + axes.transLimits
-    placed = sorted(
-        (float(to_axes.transform((1, height))[1]), text, colour) for height, text, colour in labels
-    )
+    placed = sorted((float(to_axes.transform((1, height))[1]), text, colour) for height, text, colour in labels)
     heights = [height for height, _, _ in placed]
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + _LABEL_STEP)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cam.errors import ConfigError
 
@@ -98,6 +99,12 @@ class Plan:
             raise ConfigError(f"seconds per case must be > 0, got {self.seconds_per_case}")
         if max(self.ranks) > self.experts:
             raise ConfigError(f"ranks must be <= experts ({self.experts}), got {max(self.ranks)}")
+
+    @classmethod
+    def quick(cls, **fields: Any) -> "Plan":
+        """A taste in a few seconds: 2 ranks, hidden 7168, 1 and 128 tokens. fields: what else to change."""
+        brief = {"tokens": (1, 128), "hidden": (7168,), "ranks": (2,), "routing": ("uniform",)}
+        return cls(**{**fields, **brief, "seconds_per_case": 2.0})
 
     def cases(self, cores: int) -> list[Case]:
         """Every case, grouped by number of ranks.

@@ -15,9 +15,7 @@ class Wire(Protocol):
 
     name: str
 
-    def all_to_all(
-        self, out: torch.Tensor, rows: torch.Tensor, out_splits: list[int], splits: list[int]
-    ) -> None: ...
+    def all_to_all(self, out: torch.Tensor, rows: torch.Tensor, out_splits: list[int], splits: list[int]) -> None: ...
 
 
 class GlooWire:
@@ -26,9 +24,7 @@ class GlooWire:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
 
-    def all_to_all(
-        self, out: torch.Tensor, rows: torch.Tensor, out_splits: list[int], splits: list[int]
-    ) -> None:
+    def all_to_all(self, out: torch.Tensor, rows: torch.Tensor, out_splits: list[int], splits: list[int]) -> None:
         dist.all_to_all_single(out, rows, out_splits, splits, group=self._group)
 
 
@@ -41,9 +37,7 @@ class MpiWire:
         self._mpi: Any = MPI
         self._comm = MPI.COMM_WORLD
 
-    def all_to_all(
-        self, out: torch.Tensor, rows: torch.Tensor, out_splits: list[int], splits: list[int]
-    ) -> None:
+    def all_to_all(self, out: torch.Tensor, rows: torch.Tensor, out_splits: list[int], splits: list[int]) -> None:
         row_bytes = rows.element_size() * math.prod(rows.shape[1:])
         self._comm.Alltoallv(
             [self._memory(rows), [row_bytes * n for n in splits], self._mpi.BYTE],

@@ -6,6 +6,7 @@ Rank 0 reports events on standard output (see cam.bench.world).
 import gc
 import json
 import os
+import random
 import sys
 import time
 import traceback
@@ -79,7 +80,7 @@ class Rank:
         gc.collect()
         gc.disable()
         try:
-            readings, rounds = self.rounds(contenders)
+            readings, rounds = self.rounds(list(contenders))
         finally:
             gc.enable()
         everyone: list[Any] = [None] * case.ranks
@@ -114,7 +115,7 @@ class Rank:
             wires.append((self.mpi, "MPI"))
         chosen += [UserPath(wire, f"{name} user path", golden, ready) for wire, name in wires]
         for rows in plan.layouts:
-            suffix = "" if rows == "expert" else f", {rows} rows"
+            suffix = "" if rows == "expert" else f" ({rows})"
             chosen += [Raw(wire, f"{name} all_to_all{suffix}", rows, golden, ready) for wire, name in wires]
             if group is not None:
                 chosen += [Floor(rows, nontemporal, golden, ready) for nontemporal in (False, True)]
@@ -126,18 +127,20 @@ class Rank:
             contender.round(self._untimed)
         # The second round tells how many fit: the first one also touches memory and fills caches.
         started = time.perf_counter()
-        readings = self._one_round(contenders, {c.key: {} for c in contenders}, first=0)
+        readings = self._one_round(contenders, {c.key: {} for c in contenders})
         rounds = self.spec.plan.rounds or self._rounds_that_fit(time.perf_counter() - started)
         readings = {c.key: {} for c in contenders}
-        for number in range(rounds):
+        order = random.Random(rounds)  # alike on every rank
+        for _ in range(rounds):
             # Nobody always follows the same neighbour, whose traces in the caches it would inherit.
-            self._one_round(contenders, readings, first=number % len(contenders))
+            order.shuffle(contenders)
+            self._one_round(contenders, readings)
         return readings, rounds
 
     def _one_round(
-        self, contenders: list[Contender], readings: dict[str, dict[str, list[Reading]]], first: int
+        self, contenders: list[Contender], readings: dict[str, dict[str, list[Reading]]]
     ) -> dict[str, dict[str, list[Reading]]]:
-        for contender in contenders[first:] + contenders[:first]:
+        for contender in contenders:
             contender.round(_Stopwatch(self.line, contender.native_s, readings[contender.key]))
         return readings
 

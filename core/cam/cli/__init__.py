@@ -1,8 +1,10 @@
-"""The `cam` command. `cam doctor` says what this machine offers, `cam bench ep` measures."""
+"""The `cam` command. `cam doctor` says what this machine offers, `cam demo` shows CAM at work, `cam bench`
+measures.
+"""
 
 import typer
 
-from cam.cli import bench, doctor
+from cam.cli import bench, demo, doctor
 
 app = typer.Typer(
     name="cam",
@@ -13,4 +15,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("doctor")(doctor.command)
+app.command("demo")(demo.command)
 app.add_typer(bench.app, name="bench")

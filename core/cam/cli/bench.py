@@ -35,9 +35,7 @@ def ep(
     engines: Annotated[str, typer.Option(help="MPI needs mpirun and mpi4py.")] = "cam,gloo,mpi",
     rounds: Annotated[int | None, typer.Option(help="Timed rounds per case; else what time allows.")] = None,
     seconds: Annotated[float, typer.Option(help="Time for a case's rounds, without --rounds.")] = 8.0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A taste: 2 ranks, hidden 7168, 1 and 128 tokens.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A taste: 2 ranks, hidden 7168, 1 and 128 tokens.")] = False,
     patience: Annotated[float, typer.Option(help="Seconds that one case may take at most.")] = 600.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the results into this file.")] = None,
@@ -67,7 +65,7 @@ def ep(
             engines=_words(engines),
         )
         if quick:
-            plan = _quick(plan)
+            plan = Plan.quick(**vars(plan))
         with _Live(console) as live:
             report = benchmark.run(plan, command=_command(), progress=live, patience_s=patience)
     except ConfigError as error:
@@ -128,26 +126,9 @@ def _conclude(console: Console, report: Report) -> None:
         console.print(crowding_table(report.crowding))
     console.print(
         f"{len(report.results)} cases, each checked against Gloo's result, in {report.seconds:.0f} s. "
-        "% floor: of the speed of a plain copy of the same rows. "
-        "Python us: the part of the time that is spent outside native calls.",
+        "(rank): the rows of the rank layout. % floor: of the speed of a plain copy of the same rows. "
+        "Py us: the part of the time that is spent outside native calls.",
         style="dim",
-    )
-
-
-def _quick(plan: Plan) -> Plan:
-    return Plan(
-        tokens=(1, 128),
-        hidden=(7168,),
-        ranks=(2,),
-        routing=plan.routing[:1],
-        topk=plan.topk,
-        experts=plan.experts,
-        dtype=plan.dtype,
-        layouts=plan.layouts,
-        quant=plan.quant,
-        rounds=plan.rounds,
-        seconds_per_case=2.0,
-        engines=plan.engines,
     )
 
 

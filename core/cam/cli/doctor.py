@@ -151,9 +151,7 @@ def _try(check: Callable[[], str]) -> tuple[bool, str]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=f"[bold]{title}[/bold]", title_justify="left", show_header=bool(columns), box=box.SIMPLE_HEAD
-    )
+    table = Table(title=f"[bold]{title}[/bold]", title_justify="left", show_header=bool(columns), box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns or ("", "", "")):
         table.add_column(column, style="cyan" if number == 0 else None, overflow="fold")
     return table
@@ -171,9 +169,7 @@ def _machine_table() -> Table:
     table = _pairs("Machine")
     table.add_row("processor", f"{about['cpu']}, {about['architecture']}")
     table.add_row("cores", f"{about['usable_cores']} usable of {about['cores']}")
-    table.add_row(
-        "memory", f"{_gib(about['memory_bytes'])} usable, {_gib(about['available_bytes'])} available now"
-    )
+    table.add_row("memory", f"{_gib(about['memory_bytes'])} usable, {_gib(about['available_bytes'])} available now")
     table.add_row("kernel", f"Linux {about['kernel']}")
     private, shared = about["transparent_hugepages"], about["shared_memory_hugepages"]
     table.add_row("huge pages", f"private memory: {private}, shared memory: {shared}")
