@@ -35,7 +35,7 @@ def run(plan: Plan, *, command: str = "", progress: Progress | None = None, pati
     """
     began = time.monotonic()
     cores = host.usable_cores()
-    mpi = Mpi.find() if "mpi" in plan.engines else Mpi(None, "not asked for")
+    mpi = Mpi.find() if "mpi" in plan.engines else Mpi(None)
     report = Report(
         command=command,
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -86,8 +86,14 @@ def _engines(plan: Plan, mpi: Mpi) -> dict[str, str]:
     return {
         "cam": "measured" if "cam" in plan.engines else "not asked for",
         "gloo": "measured",
-        "mpi": f"measured: {mpi.version}" if mpi.version is not None else f"not measured: {mpi.reason}",
+        "mpi": _mpi_state(plan, mpi),
     }
+
+
+def _mpi_state(plan: Plan, mpi: Mpi) -> str:
+    if "mpi" not in plan.engines:
+        return "not asked for"
+    return f"measured: {mpi.version}" if mpi.version is not None else f"not measured: {mpi.reason}"
 
 
 def _that_fit(cases: list[Case], report: Report) -> list[Case]:

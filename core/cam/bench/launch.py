@@ -95,12 +95,14 @@ def run_world(
 def _start(
     spec: WorldSpec, spec_path: Path, mpi: Mpi, errors: IO[bytes], crowded: bool
 ) -> list[subprocess.Popen[bytes]]:
+    tie = [sys.executable, tether.__file__]
+    tied = [*tie, str(os.getpid())]
     worker = [sys.executable, "-m", "cam.bench.worker", str(spec_path)]
-    tied = [sys.executable, tether.__file__, str(os.getpid())]
     # Gloo otherwise resolves the host's name, which in a container may lead nowhere.
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
     if spec.mpi and mpi.version is not None:
-        command = [*tied, *mpirun_command(mpi.version, spec.ranks, crowded=crowded), *worker]
+        mpirun = mpirun_command(mpi.version, spec.ranks, crowded=crowded)
+        command = [*tied, *mpirun, *tie, "0", *worker]
         return [
             subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment)
         ]

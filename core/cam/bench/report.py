@@ -157,7 +157,7 @@ def case_table(result: CaseResult) -> Table:
         padding=(0, 1, 0, 0),  # so that it fits 80 columns
     )
     table.add_column(no_wrap=True)
-    for name in ("ms", "+-%", "x Gloo", "x MPI raw", "% floor", "Py us"):
+    for name in ("ms", "+-%", "x Gloo", "x MPI", "% floor", "native us", "Py us"):
         table.add_column(name, justify="right", no_wrap=True)
     for phase in PHASES:
         table.add_section()
@@ -192,6 +192,7 @@ def _cells(row: Row) -> Iterator[str]:
     yield "" if row.over_gloo is None else _factor(row.over_gloo)
     yield "" if row.over_mpi_raw is None else _factor(row.over_mpi_raw)
     yield "" if row.of_floor is None else f"{100 * row.of_floor:.0f}"
+    yield "" if row.native is None else f"{row.native * 1e6:.0f}"
     yield "" if row.python is None else f"{row.python * 1e6:.0f}"
 
 

@@ -24,7 +24,6 @@ from cam.bench.plan import Case
 from cam.bench.routing import make_work
 from cam.bench.samples import Measured, Reading
 from cam.bench.startline import StartLine
-from cam.bench.tether import die_with_parent
 from cam.bench.wires import GlooWire, MpiWire, Wire
 from cam.bench.world import EVENT_MARK, WorldSpec
 
@@ -211,7 +210,6 @@ def _allocator(group: "cam.Group | None") -> Callable[[tuple[int, int], torch.dt
 
 
 def main(spec_path: str) -> None:
-    die_with_parent()
     torch.set_num_threads(1)
     spec = WorldSpec.from_json(json.loads(Path(spec_path).read_text()))
     mpi: Any = None

@@ -126,8 +126,9 @@ def _conclude(console: Console, report: Report) -> None:
         console.print(crowding_table(report.crowding))
     console.print(
         f"{len(report.results)} cases, each checked against Gloo's result, in {report.seconds:.0f} s. "
-        "(rank): the rows of the rank layout. % floor: of the speed of a plain copy of the same rows. "
-        "Py us: the part of the time that is spent outside native calls.",
+        "+-%: half the distance between the quartiles. x MPI: over MPI's all_to_all of the same rows. "
+        "% floor: of the speed of a plain copy of the same rows. native us, Py us: the parts of the time inside and "
+        "outside of native calls. (rank): the rows of the rank layout.",
         style="dim",
     )
 
