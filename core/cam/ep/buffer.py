@@ -276,7 +276,8 @@ class Buffer:
 
         Returns out [T, H'] of y's dtype, window memory; with topk_weights (out, combined [T, K] float32).
         out[t] is the sum over k ascending (rank layout: over ranks ascending) of weight * row, in fp32 without fused
-        multiply-add, rounded once: the same bits wherever the experts live. Tokens that selected nothing get 0 (+ bias).
+        multiply-add, rounded once: the same bits wherever the experts live. Tokens that selected nothing get 0, or
+        their bias.
 
         Differentiable in y, dispatch's topk_weights, bias and topk_weights. Errors as in dispatch.
         """

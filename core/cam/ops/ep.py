@@ -9,8 +9,8 @@ produce are empty tensors.
     ep_scatter    rows along a known route (repeated dispatch, backward of combine) -> x, scales, dots, row values
     ep_route      the route from the source triplets of received rows -> route
 
-`anchor` is an empty tensor that carries the autograd graph from a dispatch to its combine, so that every rank takes part
-in the backward pass even where no row came and the experts were not called.
+`anchor` is an empty tensor that carries the autograd graph from a dispatch to its combine, so that every rank takes
+part in the backward pass even where no row came and the experts were not called.
 """
 
 import torch
@@ -22,9 +22,9 @@ from cam.ops import ep_autograd, ep_cpu
 _library = torch.library.Library("cam", "DEF")
 _library.define(
     "ep_dispatch(Tensor x, Tensor? scales, Tensor topk_idx, Tensor? topk_weights, Tensor? active_mask, str group, "
-    "int num_experts, str layout, str quant, int alignment, int max_tokens, float timeout) -> (Tensor x, Tensor scales, "
-    "Tensor source, Tensor topk_idx, Tensor topk_weights, Tensor expert_counts, Tensor source_counts, Tensor route, "
-    "Tensor anchor)"
+    "int num_experts, str layout, str quant, int alignment, int max_tokens, float timeout) -> "
+    "(Tensor x, Tensor scales, Tensor source, Tensor topk_idx, Tensor topk_weights, Tensor expert_counts, "
+    "Tensor source_counts, Tensor route, Tensor anchor)"
 )
 _library.define(
     "ep_combine(Tensor y, Tensor route, Tensor expert_counts, Tensor? topk_weights, Tensor? bias, Tensor? row_weights, "
