@@ -221,7 +221,8 @@ def test_17_a_late_rank_is_named() -> None:
     why.
     """
     with Ranks(3) as ranks:
-        results = ranks.run(field_bugs.late, 2, expect_errors=True)
+        results = ranks.run(field_bugs.late, 2)
+        ranks.discard()  # their group is broken
     for rank in (0, 1):
         first, second = results[rank]
         assert isinstance(first, cam.Timeout), repr(first)
