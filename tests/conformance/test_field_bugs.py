@@ -33,9 +33,7 @@ def test_01_ranks_that_get_no_tokens(layout: str) -> None:
 @in_layouts
 def test_02_a_rank_that_sends_no_tokens(layout: str) -> None:
     """DeepEP#374, sglang#25397: crash on x[:0]. Empty in, empty [0, H] out."""
-    check(
-        Case((6, 0), hidden=24, layout=layout, bias=True), Case((0, 0), hidden=24, layout=layout, bias=True)
-    )
+    check(Case((6, 0), hidden=24, layout=layout, bias=True), Case((0, 0), hidden=24, layout=layout, bias=True))
 
 
 @in_layouts
