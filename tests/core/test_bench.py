@@ -91,8 +91,11 @@ def test_a_run_measures_every_contender_and_its_json_says_so(engines: tuple[str,
             assert 0 < row["min"] <= row["q1"] <= row["seconds"] <= row["q3"]
         expert, gloo = rows["cam-expert", "dispatch"], rows["gloo", "dispatch"]
         assert expert["over_gloo"] == pytest.approx(gloo["seconds"] / expert["seconds"])
-        assert 0 < expert["native"] < expert["seconds"]
-        assert 0 < expert["python"] < expert["seconds"]
+        if data["groups"][0]["pinned"]:  # ranks that share a core cannot tell Python from waiting for it
+            assert 0 < expert["native"] < expert["seconds"]
+            assert 0 < expert["python"] < expert["seconds"]
+        else:
+            assert expert["native"] is expert["python"] is None
         best = min(rows[name, "copy"]["seconds"] for name in ("memcpy", "nontemporal"))
         assert expert["of_floor"] == pytest.approx(best / expert["seconds"])
         best = min(rows[name, "copy"]["seconds"] for name in ("memcpy-rank", "nontemporal-rank"))
@@ -210,7 +213,9 @@ def test_the_golden_result_agrees_with_the_reference() -> None:
     assert torch.equal(golden.rows, received[0].x)
     assert torch.equal(golden.source, received[0].source.long())
     assert golden.counts == received[0].expert_counts.tolist()
-    assert torch.equal(golden.combined(), reference.combine([golden.y], received, layout="expert")[0])
+    assert torch.equal(
+        golden.combined(), reference.combine([golden.y], received, [work.topk_weights], layout="expert")[0]
+    )
     by_rank = reference.dispatch([work.x], [work.topk_idx], [work.topk_weights], here.experts, layout="rank")
     assert torch.equal(golden.rank_rows, by_rank[0].x)
     wanted = reference.combine([golden.rank_y(golden.rank_rows)], by_rank, layout="rank")[0]

@@ -140,7 +140,8 @@ class Rank:
         self, contenders: list[Contender], readings: dict[str, dict[str, list[Reading]]]
     ) -> dict[str, dict[str, list[Reading]]]:
         for contender in contenders:
-            contender.round(_Stopwatch(self.line, contender.native_s, readings[contender.key]))
+            native_s = _unknown if self.crowded else contender.native_s
+            contender.round(_Stopwatch(self.line, native_s, readings[contender.key]))
         return readings
 
     def _untimed(self, phase: str, call: Callable[[], T]) -> T:
@@ -192,6 +193,10 @@ class _Stopwatch:
         native = None if before is None or after is None else round((after - before) * 1e9)
         self._readings.setdefault(phase, []).append((total, native))
         return result
+
+
+def _unknown() -> None:
+    return None
 
 
 def _seconds(everyone: list[Any], contender: Contender, phase: str) -> dict[str, Any]:
