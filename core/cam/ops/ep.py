@@ -61,7 +61,7 @@ def quantised(x: Tensor, scales: Tensor | None, quant: str, rows: int | torch.Sy
         )
     if scales is not None:
         return x.new_empty((rows, hidden)), scales.new_empty((rows, *scales.shape[1:]))
-    return x.new_empty((rows, hidden)), x.new_empty(0)
+    return x.new_empty((rows, hidden)), x.new_empty(0, dtype=torch.float32)
 
 
 @torch.library.register_fake("cam::ep_dispatch", lib=_library)
