@@ -24,10 +24,11 @@ def op_calls(group: Any, layout: str) -> dict[str, list[tuple[Any, ...]]]:
     x, idx, weights = _inputs(group, 6)
     name, wait = group.name, -1.0
     mask = torch.arange(6) % 3 > 0
+    local = len(cam.ep.Buffer(group, EXPERTS).expert_range())
     alignment = 4 if layout == "expert" else 1
 
     def dispatch(x: Tensor, scales: Tensor | None, w: Tensor | None, m: Tensor | None, quant: str) -> tuple[Any, ...]:
-        return x, scales, idx, w, m, name, EXPERTS, layout, quant, alignment, -1, wait
+        return x, scales, idx, w, m, name, EXPERTS, local, group.size, layout, quant, alignment, -1, wait
 
     pair = (torch.arange(6 * 8, dtype=torch.int8).view(6, 8), torch.rand(6, 2))
     leaf = x.clone().requires_grad_()
@@ -72,7 +73,8 @@ def op_calls(group: Any, layout: str) -> dict[str, list[tuple[Any, ...]]]:
         ),
     ]
     if layout == "expert":
-        unpadded = torch.ops.cam.ep_dispatch(x, None, idx, None, None, name, EXPERTS, layout, "none", 1, -1, wait)[2]
+        alignment = 1
+        unpadded = torch.ops.cam.ep_dispatch(*dispatch(x, None, None, None, "none"))[2]
         calls["cam::ep_route"] = [(unpadded, 6, TOPK, name, wait)]
     return calls
 
