@@ -111,7 +111,7 @@ Endpoint::Endpoint(int rank, std::shared_ptr<Arena> arena, const std::vector<int
       world_(static_cast<int>(peer_fds.size())),
       arena_(std::move(arena)),
       options_(std::move(options)),
-      pool_(options_.threads),
+      pool_(std::make_unique<Pool>(options_.threads)),
       rows_(&row_kernels(options_.isa)),
       owner_(getpid()) {
     if (rank < 0 || rank >= world_ || peer_pidfds.size() != peer_fds.size()) {
@@ -122,17 +122,14 @@ Endpoint::Endpoint(int rank, std::shared_ptr<Arena> arena, const std::vector<int
         segments_.push_back(peer == rank ? arena_->shared_segment() : Segment::of_peer(peer_fds[peer], world_));
         pidfds_.push_back(peer == rank ? -1 : duplicate(peer_pidfds[peer]));
     }
-    Control& own = arena_->segment().control();
-    own.magic = kMagic;
-    own.rank = rank;
-    own.world = world_;
 }
 
 Endpoint::~Endpoint() {
     if (getpid() == owner_) {
         close();
     } else {
-        pool_.abandon();
+        // In a forked child the workers do not exist, and destroying what they wait on would block for ever.
+        static_cast<void>(pool_.release());
     }
     for (int fd : pidfds_) {
         if (fd >= 0) ::close(fd);
@@ -360,11 +357,17 @@ void Collective::broke(const Error& error) {
 }
 
 void Collective::settle() {
+    std::lock_guard lock(endpoint_.stats_mutex_);
     OperationStats& stats = endpoint_.stats_[operation_name(operation_)];
     ++stats.calls;
     stats.bytes += bytes_;
     stats.wait_s += wait_s_;
     stats.total_s += seconds(Clock::now() - started_);
+}
+
+std::map<std::string, OperationStats> Endpoint::stats() const {
+    std::lock_guard lock(stats_mutex_);
+    return stats_;
 }
 
 void Endpoint::barrier(double timeout_s) {
