@@ -139,7 +139,7 @@ Endpoint::~Endpoint() {
 void Endpoint::close() {
     Control& own = segments_[rank_]->control();
     State expected = State::live;
-    if (own.state.compare_exchange_strong(expected, State::closed)) ring_all();
+    if (own.state.compare_exchange_strong(expected, State::closed)) wake_all();
 }
 
 void Endpoint::check_usable() const {
@@ -158,16 +158,27 @@ bool Endpoint::arrived(int peer) const {
     return segments_[rank_]->slot(peer, round_).round.load(std::memory_order_acquire) == round_;
 }
 
-void Endpoint::ring(int peer) {
-    auto& word = segments_[peer]->control().sleeping;
-    if (word.load(std::memory_order_relaxed) != 0 && word.exchange(0) != 0) futex_wake(word);
-}
-
+// Counts down the messages that a sleeping peer waits for; the last one wakes it. A message that the peer had seen
+// before it lay down may be counted as well: then it wakes early, looks, and sleeps again.
 void Endpoint::ring_all() {
-    // Pairs with the sleeper's store to `sleeping` before its last look: one of the two sees the other.
+    // Pairs with the sleeper's store to `missing` before its last look: one of the two sees the other.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     for (int peer = 0; peer < world_; ++peer) {
-        if (peer != rank_) ring(peer);
+        if (peer == rank_) continue;
+        auto& missing = segments_[peer]->control().missing;
+        uint32_t count = missing.load(std::memory_order_relaxed);
+        while (count != 0 && !missing.compare_exchange_weak(count, count - 1)) {
+        }
+        if (count == 1) futex_wake(missing);
+    }
+}
+
+// Whatever they wait for: this rank's state has changed.
+void Endpoint::wake_all() {
+    for (int peer = 0; peer < world_; ++peer) {
+        if (peer == rank_) continue;
+        auto& missing = segments_[peer]->control().missing;
+        if (missing.exchange(0) != 0) futex_wake(missing);
     }
 }
 
@@ -182,8 +193,8 @@ void Endpoint::abort_group(const Error& error) {
     copy_text(record.operation, sizeof record.operation, error.operation);
     copy_text(record.phase, sizeof record.phase, error.phase);
     copy_text(record.message, sizeof record.message, error.message);
-    own.state.store(State::aborted, std::memory_order_release);
-    ring_all();
+    own.state.store(State::aborted);
+    wake_all();
 }
 
 // A peer gave up. Its reason is ours too, unless we are the one it gave up on.
@@ -292,13 +303,13 @@ void Collective::wait_all() {
         if (!e.arrived(peer)) pending.push_back(peer);
     }
     const auto spin_until = since + std::chrono::microseconds(e.options_.spin_us);
-    while (!pending.empty()) {
-        for (int i = 0; i < 32; ++i) cpu_relax();
+    for (int turn = 1; !pending.empty(); ++turn) {
+        cpu_relax();
         look();
-        if (Clock::now() > spin_until) break;
+        if (turn % 32 == 0 && Clock::now() > spin_until) break;  // the clock costs more than a look
     }
     auto next_watch = Clock::now() + kSlice;
-    auto& sleeping = e.segments_[e.rank_]->control().sleeping;
+    auto& missing = e.segments_[e.rank_]->control().missing;
     while (!pending.empty()) {
         const auto now = Clock::now();
         if (now >= next_watch) {
@@ -309,16 +320,16 @@ void Collective::wait_all() {
             look();
             if (!pending.empty()) raise_timeout(pending);
         }
-        sleeping.store(1, std::memory_order_relaxed);
+        const auto count = static_cast<uint32_t>(pending.size());
+        missing.store(count, std::memory_order_relaxed);
         std::atomic_thread_fence(std::memory_order_seq_cst);
-        const size_t before = pending.size();
         look();
-        if (pending.size() == before) {
-            futex_wait(sleeping, 1,
+        if (pending.size() == count) {
+            futex_wait(missing, count,
                        std::max<Clock::duration>(std::min(next_watch, deadline_) - now, Clock::duration(1)));
             look();
         }
-        sleeping.store(0, std::memory_order_relaxed);
+        missing.store(0, std::memory_order_relaxed);
     }
     wait_s_ += seconds(Clock::now() - since);
 }

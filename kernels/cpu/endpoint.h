@@ -95,8 +95,8 @@ public:
 private:
     friend class Collective;
     void check_usable() const;
-    void ring(int peer);
     void ring_all();
+    void wake_all();
     // Throws if a peer gave up, or if one of `pending` is dead or has left without its message for this round.
     void watch(const std::vector<int>& pending, Clock::time_point since);
     bool arrived(int peer) const;

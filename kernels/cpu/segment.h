@@ -35,7 +35,7 @@ struct AbortRecord {
 };
 
 struct Control {
-    alignas(kCacheLine) std::atomic<uint32_t> sleeping;  // futex word: 1 while the owner sleeps
+    alignas(kCacheLine) std::atomic<uint32_t> missing;  // futex word: messages that the sleeping owner waits for
     alignas(kCacheLine) std::atomic<State> state;
     alignas(kCacheLine) AbortRecord abort;
 };
