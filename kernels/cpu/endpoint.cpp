@@ -146,11 +146,15 @@ void Endpoint::check_usable() const {
     const Control& own = segments_[rank_]->control();
     switch (own.state.load(std::memory_order_acquire)) {
         case State::live:
-            return;
+            break;
         case State::closed:
             throw Error(Failure::aborted, "the group is closed");
         case State::aborted:
             throw Error(Failure::aborted, own.abort.message);
+    }
+    // A rank that comes late finds its peers' messages in place; it must not take them for their presence.
+    for (int peer = 0; peer < world_; ++peer) {
+        if (segments_[peer]->control().state.load(std::memory_order_acquire) == State::aborted) raise_from(peer);
     }
 }
 
