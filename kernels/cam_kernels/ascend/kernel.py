@@ -18,8 +18,6 @@ _TENSOR_TYPES: dict[torch.dtype, str] = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int8: "*i8",
-    torch.uint8: "*i8",
-    torch.bool: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
