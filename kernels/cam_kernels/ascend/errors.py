@@ -39,6 +39,14 @@ class LimitExceeded(AscendError, ValueError):
     """A shape is outside what the kernels declare. The message gives the value, the limit and the knob."""
 
 
+class ParametersDiffer(AscendError):
+    """A peer called the same operation with another parameter, seen before any row is sent."""
+
+    def __init__(self, operation: str, field: str, rank: int, mine: int, theirs: int) -> None:
+        super().__init__(f"{operation}: {field} is {mine} here and {theirs} on rank {rank}")
+        self.operation, self.field, self.rank, self.mine, self.theirs = operation, field, rank, mine, theirs
+
+
 class WaitExpired(AscendError, TimeoutError):
     """Flags did not arrive before the deadline. `late` are the ranks (or rows) that had not been seen."""
 

@@ -99,13 +99,16 @@ def plan_rows(rows_ptr, first_row_ptr, expert_rows_ptr, running_ptr, total_ptr, 
         if source < rank:
             before += here
         count += here
-    padded = (count + alignment - 1) // alignment * alignment
     start = tl.zeros([EL], tl.int32)
+    rows = 0
     for e in range(mine):
-        start += tl.where(lane > e, tl.sum(tl.where(lane == e, padded, 0), axis=0), 0)
+        # A scalar division: the compiler turns a division of int32 vectors into one of fp32.
+        padded = (tl.sum(tl.where(lane == e, count, 0), axis=0) + alignment - 1) // alignment * alignment
+        start += tl.where(lane > e, padded, 0)
+        rows += padded
     tl.store(first_row_ptr + first + lane, start + before, mask=mask)
     tl.store(expert_rows_ptr + first + lane, count, mask=mask)
-    tl.store(total_ptr + owner * 8 + tl.arange(0, 8), tl.full([8], 0, tl.int32) + tl.sum(padded, axis=0))
+    tl.store(total_ptr + owner * 8 + tl.arange(0, 8), tl.full([8], 0, tl.int32) + rows)
     end = start
     for source in range(W):
         end += tl.load(rows_ptr + source * ROW + HEADER + first + lane, mask=mask, other=0)
