@@ -1,0 +1,64 @@
+"""CAM: communication ops for large models, with one semantics on every device.
+
+    import cam
+    group = cam.init()                          # torchrun's environment, a torch ProcessGroup, a Store, or
+    alone buffer = cam.ep.Buffer(group, num_experts=64)
+
+See the docstrings of `cam.init`, `cam.Group`, `cam.Config` and `cam.ep.Buffer`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from cam.config import Config
+from cam.errors import (
+    BackendUnavailable,
+    CamError,
+    ConfigError,
+    ForkedProcess,
+    GroupAborted,
+    InputError,
+    Mismatch,
+    NotReachable,
+    OutOfWindowMemory,
+    PeerLost,
+    Timeout,
+)
+from cam.group import Group
+from cam.joining import init
+from cam.peers import Peer
+from cam.registry import group
+
+if TYPE_CHECKING:
+    from cam import ep as ep
+
+__all__ = [
+    "BackendUnavailable",
+    "CamError",
+    "Config",
+    "ConfigError",
+    "ForkedProcess",
+    "Group",
+    "GroupAborted",
+    "InputError",
+    "Mismatch",
+    "NotReachable",
+    "OutOfWindowMemory",
+    "Peer",
+    "PeerLost",
+    "Timeout",
+    "ep",
+    "group",
+    "init",
+]
+
+__version__ = "0.1.0"
+
+#: The jobs: loaded when first used, because registering their ops costs time that other jobs need not pay.
+_JOBS = frozenset({"ep"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _JOBS:
+        return importlib.import_module(f"cam.{name}")
+    raise AttributeError(f"module 'cam' has no attribute {name!r}")

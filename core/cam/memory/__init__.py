@@ -1,0 +1,1 @@
+"""Memory that ranks of one host share: segments, and how they are handed over."""

@@ -1,0 +1,89 @@
+"""One operation at a time on a group, in the order in which the program asked for them.
+
+Ranks pair up their operations by order, so a group's operations must start in the same order everywhere.
+Within one thread that is program order: an operation waits until those that the thread submitted before
+have finished. Threads that use one group take turns; it is up to them to do so in the same order on every
+rank.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from types import TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Turns:
+    """A reentrant lock (`with turns: ...`) that also waits for the submitted work, and the thread that does
+    it.
+
+    Never submit while holding the turn and then wait for the result: the work waits for the turn as well.
+    """
+
+    __slots__ = ("_closed", "_depth", "_executor", "_last", "_lock", "_name", "_owner", "_queue")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._depth = 0
+        self._last: futures.Future[object] | None = None
+        self._queue = threading.Lock()
+        self._executor: futures.ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._owner == me:
+            self._depth += 1
+            return
+        last = self._last
+        if last is not None:
+            futures.wait((last,))
+        self._lock.acquire()
+        self._owner = me
+        self._depth = 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+            self._lock.release()
+
+    def submit(self, fn: Callable[[], T]) -> "futures.Future[T]":
+        """Runs fn on the progress thread, holding the turn, after everything submitted before."""
+        with self._queue:
+            if self._closed:
+                raise RuntimeError("closed")
+            if self._executor is None:
+                self._executor = futures.ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-progress")
+            future = self._executor.submit(self._run, fn)
+            self._last = future  # type: ignore[assignment]  # Future is invariant; nobody reads its result
+        future.add_done_callback(self._finished)
+        return future
+
+    def close(self) -> None:
+        """Waits for what was submitted, then ends the progress thread. Idempotent."""
+        with self._queue:
+            self._closed = True
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=True)
+
+    def _run(self, fn: Callable[[], T]) -> T:
+        me = threading.get_ident()
+        with self._lock:
+            self._owner, self._depth = me, 1
+            try:
+                return fn()
+            finally:
+                self._owner, self._depth = 0, 0
+
+    def _finished(self, future: "futures.Future[T]") -> None:
+        with self._queue:
+            if self._last is future:
+                self._last = None

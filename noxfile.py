@@ -1,0 +1,48 @@
+"""One environment for each version or framework that CAM promises to work with: `nox -l` lists them.
+
+`make test` is the everyday command; this is for the breadth.
+"""
+
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_existing_virtualenvs = True
+
+ROOT = Path(__file__).parent
+TEST_TOOLS = ("pytest>=8", "pytest-timeout", "hypothesis", "numpy", "matplotlib")
+
+
+def install(session: nox.Session, *first: str) -> None:
+    """Installs `first` (a framework brings its own torch), then kernels, core and the adapters of this tree."""
+    session.install(*first)
+    session.install("./kernels", "./core[bench]", *TEST_TOOLS)
+    for adapter in sorted(ROOT.glob("adapters/*/pyproject.toml")):
+        session.install(str(adapter.parent))
+
+
+@nox.session
+@nox.parametrize("torch", ["2.8.0", "2.13.0"])
+def tests(session: nox.Session, torch: str) -> None:
+    """The whole suite with the oldest and the newest torch."""
+    install(session, f"torch=={torch}")
+    session.run("python", "-m", "pytest", "tests", *_adapters(), *session.posargs)
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Wheels of all distributions, into dist/."""
+    session.install("build")
+    for folder in ("kernels", "core", *_adapter_folders()):
+        session.run("python", "-m", "build", "--wheel", "--outdir", "dist", folder)
+
+
+def _adapters() -> tuple[str, ...]:
+    return ("adapters",) if (ROOT / "adapters").is_dir() else ()
+
+
+def _adapter_folders() -> tuple[str, ...]:
+    return tuple(
+        str(path.parent.relative_to(ROOT)) for path in sorted(ROOT.glob("adapters/*/pyproject.toml"))
+    )

@@ -1,0 +1,52 @@
+"""Many rounds at capacity, with ranks that are slow in turn: epochs, reuse of memory, bit-stable results."""
+
+import pytest
+
+from tests.conformance import stress
+from tests.conformance.backends import BACKENDS, Backend
+from tests.launcher import Ranks
+
+in_layouts = pytest.mark.parametrize("layout", ["expert", "rank"])
+
+
+@in_layouts
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_500_rounds_at_capacity(layout: str, quant: str | None) -> None:
+    """One rank is slow at a different point of every round; every row of every round is compared."""
+    with Ranks(4, deadline=120) as ranks:
+        for wrong in ranks.run(stress.rounds, 500, layout, quant):
+            assert wrong == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_every_backend_for_100_rounds(backend: Backend) -> None:
+    with Ranks(2, **backend.config) as ranks:
+        for wrong in ranks.run(stress.rounds, 100, "expert", None):
+            assert wrong == []
+
+
+def test_eight_ranks_on_few_cores() -> None:
+    with Ranks(8) as ranks:
+        for wrong in ranks.run(stress.rounds, 60, "rank", None):
+            assert wrong == []
+
+
+@in_layouts
+def test_many_dispatches_in_flight(layout: str) -> None:
+    with Ranks(3) as ranks:
+        for wrong in ranks.run(stress.in_flight, 12, layout):
+            assert wrong == []
+
+
+@in_layouts
+def test_async_forms_give_the_same(layout: str) -> None:
+    with Ranks(3) as ranks:
+        for wrong in ranks.run(stress.asynchronous, 40, layout):
+            assert wrong == []
+
+
+@in_layouts
+def test_memory_does_not_grow(layout: str) -> None:
+    with Ranks(2) as ranks:
+        for first, last in ranks.run(stress.memory_after_rounds, layout):
+            assert last == first
