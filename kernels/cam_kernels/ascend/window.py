@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from cam_kernels.ascend.errors import LimitExceeded
-from cam_kernels.ascend.notify import FLAG_LANES, HEADER
+from cam_kernels.ascend.kernels.notify import FLAG_LANES, HEADER
 
 # Areas start at multiples of what one copy between devices moves best.
 AREA_ALIGNMENT = 512
@@ -60,6 +60,16 @@ class WindowLayout:
             if not low <= value <= high:
                 raise LimitExceeded(f"window layout: {name} = {value}, allowed is {low} to {high}")
 
+    def expert_range(self, rank: int) -> range:
+        """Experts of a rank: contiguous, the first experts % world ranks own one more."""
+        each, extra = divmod(self.experts, self.world)
+        start = rank * each + min(rank, extra)
+        return range(start, start + each + (rank < extra))
+
+    def owner(self, expert: int) -> int:
+        """The rank that owns an expert."""
+        return next(rank for rank in range(self.world) if expert in self.expert_range(rank))
+
     @property
     def row_words(self) -> int:
         """int32 words of one rank's notify row."""
@@ -73,6 +83,7 @@ class WindowLayout:
             "notify_flags": self.world * flag,
             "dispatch_meta": self.rows * flag,
             "dispatch_flags": self.world * self.blocks * flag,
+            "combine_ready": self.world * flag,
             "combine_flags": self.tokens * self.topk * flag,
             "dispatch_rows": self.rows * row,
             "combine_slots": self.tokens * self.topk * row,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+import triton.language as tl
 
 
 @triton.jit
@@ -15,3 +16,9 @@ def round_half_even(value):
     reassociate floats: nothing is compiled with fast-math.
     """
     return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def to_int8(value):
+    """fp32 -> int8: nearest, ties to even, saturating at +-127. A scale of few bits (a row of denormals) passes 127."""
+    return tl.minimum(tl.maximum(round_half_even(value), -127.0), 127.0).to(tl.int8)

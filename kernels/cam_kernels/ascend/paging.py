@@ -1,59 +1,20 @@
-"""KV pages: gather and scatter between a paged cache and contiguous memory or another rank's cache.
-
-A page holds `block_size` tokens of `heads` heads of `head_dim` elements, in one of two orders:
-
-    NHD   [token, head, element]
-    HND   [head, token, element]
-
-A transfer may take only some heads, which is what ranks with unequal tensor parallelism exchange. Whatever the orders,
-a page is a number of planes of rows of contiguous elements, and only the strides differ between the two sides, so one
-kernel does gather, scatter, both orders, head slices and local or peer memory; `plan_pages` computes the strides.
-
-Not run on hardware.
-"""
+"""Host side of the KV pages: page shapes, the strides of a copy between two of them, and the copy itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-import triton
-import triton.language as tl
+import torch
 
 from cam_kernels.ascend.errors import LimitExceeded
-from cam_kernels.ascend.kernel import Kernel
+from cam_kernels.ascend.kernels.pages import COPY_PAGES
+from cam_kernels.ascend.launch import Launcher
+from cam_kernels.ascend.window import power_of_two
 
 Order = Literal["NHD", "HND"]
-
-
-@triton.jit
-def copy_pages(bases_ptr, from_pages_ptr, to_pages_ptr, like_ptr, N, planes, rows, run, from_page, from_plane, from_row,
-               to_page, to_plane, to_row, BR: tl.constexpr, BI: tl.constexpr):  # fmt: skip
-    """to[to_pages[n]] = from[from_pages[n]] for n < N, a page being planes x rows x run elements.
-
-    bases [2] int64: addresses of element 0 of the source and of the destination, either of them in a peer's window;
-    from_pages, to_pages [N] int32 or int64 page numbers; like: any tensor of the element type (never read).
-    Strides are in elements (int64): of a page, a plane and a row on each side. Elements are bits of 1, 2 or 4 bytes.
-    Grid: any; the (page, plane) pairs are dealt out in turn. Tiling: BR rows of BI elements, UB 2 tiles.
-    Visibility: the launch ends the copy; a flag for a peer is a launch of its own after it (bucket.raise_flag).
-    """
-    row = tl.arange(0, BR)
-    lane = tl.arange(0, BI)
-    source = tl.load(bases_ptr).to(tl.pointer_type(like_ptr.dtype.element_ty))
-    target = tl.load(bases_ptr + 1).to(tl.pointer_type(like_ptr.dtype.element_ty))
-    for item in range(tl.program_id(0), N * planes, tl.num_programs(0)):
-        n = item // planes
-        plane = (item % planes).to(tl.int64)
-        get = tl.load(from_pages_ptr + n).to(tl.int64) * from_page + plane * from_plane
-        put = tl.load(to_pages_ptr + n).to(tl.int64) * to_page + plane * to_plane
-        for r in range(0, rows, BR):
-            for i in range(0, run, BI):
-                mask = (r + row < rows)[:, None] & (i + lane < run)[None, :]
-                tile = tl.load(source + (get + r * from_row + i + row[:, None] * from_row + lane[None, :]), mask=mask)
-                tl.store(target + (put + r * to_row + i + row[:, None] * to_row + lane[None, :]), tile, mask=mask)
-
-
-COPY_PAGES = Kernel(copy_pages, wide=("from_page", "from_plane", "from_row", "to_page", "to_plane", "to_row"))
+_TILE_BYTES = 16 * 1024
+_WORD: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -123,4 +84,41 @@ def plan_pages(source: PageShape, target: PageShape, *, heads: int, from_head: i
     return PagePlan(
         planes, rows, run, source.elements, *strides[0], target.elements, *strides[1],
         from_head * from_next, to_head * to_next,
+    )  # fmt: skip
+
+
+def copy_heads(
+    launcher: Launcher,
+    plan: PagePlan,
+    source_address: int,
+    target_address: int,
+    from_pages: torch.Tensor,
+    to_pages: torch.Tensor,
+    element_bytes: int,
+) -> None:
+    """Copy page from_pages[n] at source_address to page to_pages[n] at target_address, for every n.
+
+    source_address, target_address: of page 0 of each cache, in own or peer memory as the launcher's device sees it.
+    from_pages, to_pages: [N] int32 or int64 page numbers on the launcher's device. To gather into contiguous memory let
+    to_pages be 0, 1, 2, ...; to scatter from it, from_pages. element_bytes: 1, 2 or 4.
+    """
+    if element_bytes not in _WORD:
+        raise LimitExceeded(f"element_bytes = {element_bytes}, allowed are {sorted(_WORD)}")
+    if from_pages.shape != to_pages.shape or from_pages.dim() != 1:
+        raise LimitExceeded(f"page lists of shapes {tuple(from_pages.shape)} and {tuple(to_pages.shape)} differ")
+    count = from_pages.numel()
+    if count == 0:
+        return
+    device = from_pages.device
+    bases = torch.tensor(
+        [source_address + plan.from_offset * element_bytes, target_address + plan.to_offset * element_bytes],
+        dtype=torch.int64,
+        device=device,
+    )
+    run = min(power_of_two(plan.run), _TILE_BYTES // element_bytes)
+    rows = min(power_of_two(plan.rows), max(1, _TILE_BYTES // element_bytes // run))
+    launcher.launch(
+        COPY_PAGES, min(launcher.cores, count * plan.planes), bases, from_pages, to_pages,
+        torch.empty(1, dtype=_WORD[element_bytes], device=device), count, plan.planes, plan.rows, plan.run,
+        plan.from_page, plan.from_plane, plan.from_row, plan.to_page, plan.to_plane, plan.to_row, BR=rows, BI=run,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from cam_kernels.ascend.kernel import Kernel
-from cam_kernels.ascend.rounding import round_half_even
+from cam_kernels.ascend.kernels.rounding import to_int8
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def quant_rows(x_ptr, q_ptr, scale_ptr, R, H, BH: tl.constexpr):
         for h in range(0, H, BH):
             mask = h + lane < H
             tile = tl.load(x_ptr + row * H + h + lane, mask=mask, other=0.0).to(tl.float32)
-            tl.store(q_ptr + row * H + h + lane, round_half_even(tile / divisor).to(tl.int8), mask=mask)
+            tl.store(q_ptr + row * H + h + lane, to_int8(tile / divisor), mask=mask)
         tl.store(scale_ptr + row * 8 + tl.arange(0, 8), tl.zeros([8], tl.float32) + scale)
 
 

@@ -32,17 +32,4 @@ def copy_runs(from_ptr, to_ptr, length_ptr, like_ptr, N, BI: tl.constexpr):
             tl.store(target + (start + lane), tl.load(source + (start + lane), mask=mask), mask=mask)
 
 
-@triton.jit
-def raise_flag(flag_peers_ptr, index, W, value):
-    """Set the 32-byte flag `index` to `value` in every window.
-
-    flag_peers [W] int64: address of the flag area in each window. The payload comes from earlier launches on the same
-    stream, whose end is a stronger barrier than any inside a kernel. Grid: any, peers in turn.
-    """
-    for peer in range(tl.program_id(0), W, tl.num_programs(0)):
-        flags = tl.load(flag_peers_ptr + peer).to(tl.pointer_type(tl.int32))
-        tl.store(flags + index * 8 + tl.arange(0, 8), tl.full([8], 0, tl.int32) + value)
-
-
 COPY_RUNS = Kernel(copy_runs)
-RAISE_FLAG = Kernel(raise_flag)

@@ -3,13 +3,18 @@
 Algorithm: CAM's throughput combine. Push per row with a flag per row; the owner waits token by token and accumulates
 in fp32, so that summing starts while other rows are still on their way.
 
-Window layout, one half by epoch % 2:
+Combines have epochs of their own, so that one dispatch may be combined several times. Window layout, one half by
+epoch % 2:
 
     slot of (t, k)    H elements of the payload type    at (t * K + k) * H
     flag of (t, k)    int32 [8]                         at (t * K + k) * 8
 
-Flag protocol: row, full barrier, flag = epoch in all 8 lanes. CAM clears flags after use; here epochs grow instead, so
-the owner never writes to memory that a peer writes.
+    ready flag of rank s    int32 [8]                   at s * 8
+
+Flag protocol: a rank that enters combine n raises its ready flag to n at every peer (notify.raise_flag) and pushes when
+all ready flags have reached n - 1: then no owner still reads the half that is written now. Per row: row, full barrier,
+flag = epoch in all 8 lanes. CAM clears flags after use; here epochs grow instead, so the owner never writes to memory
+that a peer writes.
 
 Not run on hardware.
 """

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from cam_kernels.ascend.kernel import Kernel
-from cam_kernels.ascend.rounding import round_half_even
+from cam_kernels.ascend.kernels.rounding import to_int8
 
 
 @triton.jit
@@ -39,11 +39,13 @@ def _owner(expert, E, W):
 
 
 @triton.jit
-def push_rows(x_ptr, topk_ptr, weight_ptr, position_ptr, first_row_ptr, row_peers_ptr, meta_peers_ptr, flag_peers_ptr,
-              rank, T, K, H, E, W, epoch, BH: tl.constexpr, QUANT: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
+def push_rows(x_ptr, scale_ptr, topk_ptr, weight_ptr, position_ptr, first_row_ptr, row_peers_ptr, meta_peers_ptr,
+              flag_peers_ptr, rank, T, K, H, E, W, epoch, BH: tl.constexpr, QUANT: tl.constexpr, SCALED: tl.constexpr,
+              WEIGHTED: tl.constexpr):  # fmt: skip
     """Send every selected (token, k) to the owner of its expert.
 
-    x [T, H] bf16, fp16 or fp32; topk [T, K] int32 or int64; weight [T, K] fp32 (read only when WEIGHTED, else 1);
+    x [T, H] bf16, fp16, fp32 or (not with QUANT) int8; scale [T] fp32, of rows that are quantised already (read only
+    when SCALED); topk [T, K] int32 or int64; weight [T, K] fp32 (read only when WEIGHTED, else 1);
     position [T, K] int32 from assign_positions, -1 = do not send; first_row [E] int32 from plan_rows.
     row_peers, meta_peers, flag_peers [W] int64: addresses of this epoch's areas in each window.
     QUANT: rows are sent as int8, scale = amax(|row|) / 127, value = round half even (x / scale); zero row: 0, scale 0.
@@ -65,11 +67,13 @@ def push_rows(x_ptr, topk_ptr, weight_ptr, position_ptr, first_row_ptr, row_peer
                 amax = tl.maximum(amax, tl.max(tl.abs(tile), axis=0))
             scale = amax / 127.0
             divisor = tl.where(scale > 0.0, scale, 1.0)
+        if SCALED:
+            scale = tl.load(scale_ptr + token)
         for h in range(0, H, BH):
             mask = h + lane < H
-            tile = tl.load(x_ptr + token * H + h + lane, mask=mask, other=0.0)
+            tile = tl.load(x_ptr + token * H + h + lane, mask=mask, other=0)
             if QUANT:
-                tile = round_half_even(tile.to(tl.float32) / divisor).to(tl.int8)
+                tile = to_int8(tile.to(tl.float32) / divisor)
             for k in range(K):
                 position = tl.load(position_ptr + token * K + k)
                 if position >= 0:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from cam_kernels.ascend.kernel import Kernel
-from cam_kernels.ascend.rounding import round_half_even
+from cam_kernels.ascend.kernels.rounding import to_int8
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def swiglu_requant(sums_ptr, token_scale_ptr, channel_scale_ptr, end_ptr, q_ptr,
         for mid in range(0, inner, BI):
             value = _swiglu(sums, channel_ptr, token_scale, mid, inner, BI)
             lane = mid + tl.arange(0, BI)
-            tl.store(q_ptr + row * inner + lane, round_half_even(value / divisor).to(tl.int8), mask=lane < inner)
+            tl.store(q_ptr + row * inner + lane, to_int8(value / divisor), mask=lane < inner)
         tl.store(scale_ptr + row * 8 + tl.arange(0, 8), tl.zeros([8], tl.float32) + scale)
 
 
