@@ -30,8 +30,7 @@ def shared_window(env: RankEnv, layout: WindowLayout, key: str) -> Window:
         mappings.append(torch.frombuffer(mapping, dtype=torch.int8))
         _kept.append(mapping)
     # Nobody may close or go before all have mapped.
-    env.store.add(f"{key}/mapped", 1)
-    while env.store.add(f"{key}/mapped", 0) < env.world_size:
-        pass
+    env.store.set(f"{key}/mapped/{env.rank}", "")
+    env.store.wait([f"{key}/mapped/{rank}" for rank in range(env.world_size)])
     os.close(fd)
     return Window(layout, mappings[env.rank], [m.data_ptr() for m in mappings])
