@@ -11,6 +11,8 @@ What they catch are the mistakes that a CPU cannot show: it has no pipes, no dat
     paired-sync      every set_flag between two pipes has its wait_flag on every path
     ub               the tiles fit the unified buffer, and double buffering was not given up for it
     integer-division no integer is divided as fp32, which is what the compiler makes of a division of int32 vectors
+    element-wise     no vector access has fallen apart into a loop over elements
+    missing          what the kernel declares to do is there: the compiler deletes, for one, a waiting loop without a barrier
 
 Limits: the rules read text of the pinned compiler version. They see order within one core; that the interconnect keeps
 the order which the barrier asks for, they cannot see.
@@ -39,6 +41,9 @@ _VIEWS = (
     "hivm.hir.bitcast",
 )
 _SYNC = re.compile(r"hivm\.hir\.(set|wait)_flag\[<PIPE_(\w+)>, <PIPE_(\w+)>")
+# The matrix multiply is one call that takes event numbers and does the rest of the pairing itself: it waits for both
+# operands (MTE2 -> MTE1) and gives both buffers back (MTE1 -> MTE2).
+_MACRO_SYNC = {"mma_tile": (("MTE2 -> MTE1", -2), ("MTE1 -> MTE2", 2))}
 _SIZES = re.compile(r"sizes: \[([^\]]*)\]")
 _UB_CAST = re.compile(r"hivm\.hir\.pointer_cast\((%[\w-]+)\).* : memref<([^,>]+), #hivm\.address_space<ub>>")
 _CONSTANT = re.compile(r"^(%[\w-]+) = (?:arith\.constant (-?\d+) : i64|llvm\.mlir\.constant\((-?\d+) : i64\))")
@@ -60,8 +65,20 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Expectation:
+    """What a kernel does, so that the checker knows when it has recognised nothing of it."""
+
+    sends: bool = False
+    """Stores payload through peers' addresses."""
+    flags: bool = False
+    """Stores flags at peers."""
+    waits: bool = False
+    """Has a polling loop."""
+
+
+@dataclass(frozen=True)
 class Report:
-    """What was found in one module, and what was recognised: a check that recognised nothing has checked nothing."""
+    """What was found in one module, and what was recognised."""
 
     findings: tuple[Finding, ...]
     peer_stores: int
@@ -71,7 +88,7 @@ class Report:
     ub_limit: int
 
 
-def check(module: HivmModule) -> Report:
+def check(module: HivmModule, expected: Expectation) -> Report:
     """Apply all rules. Raises UnreadableHivm when the text is not understood."""
     findings: list[Finding] = []
     payloads = flags = polls = 0
@@ -88,6 +105,14 @@ def check(module: HivmModule) -> Report:
         findings += _check_scalar_stores(function)
         findings += _check_sync(function)
         findings += _check_division(function)
+        findings += _check_element_wise(function)
+    for what, wanted, seen in (
+        ("a store to a peer", expected.sends, payloads),
+        ("a flag store", expected.flags, flags),
+        ("a waiting loop", expected.waits, polls),
+    ):
+        if wanted != (seen > 0):
+            findings.append(Finding("missing", 1, f"{what} is {'' if wanted else 'not '}expected, {seen} are there"))
     used, limit, line = _unified_buffer(module.text)
     if used > limit:
         findings.append(Finding("ub", line, f"{used} bytes of {limit} are used"))
@@ -234,6 +259,14 @@ def _check_scalar_stores(function: Function) -> list[Finding]:
     ]
 
 
+def _check_element_wise(function: Function) -> list[Finding]:
+    return [
+        Finding("element-wise", op.line, "a vector access has become a loop over elements")
+        for op in function.ops()
+        if "DiscreteMemAccess" in op.text
+    ]
+
+
 def _check_sync(function: Function) -> list[Finding]:
     """Outstanding flags between each pair of pipes: never negative, the same on all ways to a block, none at the end.
 
@@ -246,10 +279,8 @@ def _check_sync(function: Function) -> list[Finding]:
         index = todo.pop()
         state = dict(entering[index] or {})
         for op in function.blocks[index].ops:
-            match = _SYNC.search(op.text)
-            if match:
-                pair = f"{match.group(2)} -> {match.group(3)}"
-                state[pair] = state.get(pair, 0) + (1 if match.group(1) == "set" else -1)
+            for pair, change in _sync_changes(op):
+                state[pair] = state.get(pair, 0) + change
                 if state[pair] < 0:
                     wrong[op.line] = Finding("paired-sync", op.line, f"{pair}: a wait that nothing has set")
                     state[pair] = 0
@@ -267,6 +298,15 @@ def _check_sync(function: Function) -> list[Finding]:
                 line = last.line if last else 0
                 wrong[line] = Finding("paired-sync", line, f"paths meet with different flags set: {before} and {state}")
     return list(wrong.values())
+
+
+def _sync_changes(op: Op) -> list[tuple[str, int]]:
+    """How an op changes the number of outstanding flags, by pair of pipes."""
+    match = _SYNC.search(op.text)
+    if match:
+        return [(f"{match.group(2)} -> {match.group(3)}", 1 if match.group(1) == "set" else -1)]
+    callee = op.callee or ""
+    return [change for macro, changes in _MACRO_SYNC.items() if callee.startswith(macro) for change in changes]
 
 
 def _check_division(function: Function) -> list[Finding]:

@@ -74,8 +74,11 @@ class Function:
             seen.add(current)
             op = self.definitions.get(current)
             passes = op is None and current in self.flows
-            if passes or (op is not None and any(f" {kind}" in f" {_operation(op.text)}" for kind in through)):
-                todo.extend(self.flows.get(current, ()))
+            if passes:
+                todo.extend(self.flows[current])
+            elif op is not None and _operation(op.text).startswith(through):
+                # Of a select, the values and not the condition.
+                todo.extend(op.operands[1:] if ".select" in op.text else op.operands)
             else:
                 found.add(current)
         return found
