@@ -19,7 +19,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install
 STAMPS := $(VENV)/.stamps
 
 # Versions of tools that judge the code are fixed: a new release must not turn a green build red.
-BUILD_TOOLS := scikit-build-core>=0.10 nanobind>=2.2 cmake>=3.18 ninja hatchling>=1.25
+BUILD_TOOLS := scikit-build-core>=0.10 nanobind>=2.2 cmake>=3.18 ninja hatchling>=1.25 editables
 TOOLS := pytest>=8 pytest-timeout hypothesis numpy matplotlib nox \
     ruff==0.17.6 mypy==2.4.1 types-PyYAML clang-format==23.1.5
 

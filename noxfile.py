@@ -15,11 +15,11 @@ TEST_TOOLS = ("pytest>=8", "pytest-timeout", "hypothesis", "numpy", "matplotlib"
 
 
 def install(session: nox.Session, *first: str) -> None:
-    """Installs `first` (a framework brings its own torch), then kernels, core and the adapters of this tree."""
+    """Installs `first` (a framework brings its own torch), then this tree's distributions."""
     session.install(*first)
     session.install("./kernels", "./core[bench]", *TEST_TOOLS)
-    for adapter in sorted(ROOT.glob("adapters/*/pyproject.toml")):
-        session.install(str(adapter.parent))
+    for adapter in _adapter_folders():
+        session.install(adapter)
 
 
 @nox.session

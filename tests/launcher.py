@@ -118,6 +118,10 @@ class Ranks:
         pool.tainted = True
         os.kill(pool.pids[rank], signum)
 
+    def discard(self) -> None:
+        """For functions that catch errors themselves and leave a broken group behind: later tests get other ranks."""
+        self._live().tainted = True
+
     def stderr(self, rank: int) -> str:
         """Tail of everything the rank has written to stdout and stderr."""
         return self._live().stderr(rank, since=0)
@@ -216,7 +220,7 @@ class Run:
             try:
                 run, kind, value = wire.loads(self._pool.connections[rank].recv_bytes())
             except (EOFError, OSError):
-                self._failures[rank] = RankDied(rank, self._pool.exitcode(rank))
+                self._failures[rank] = self._ended(rank)
                 continue
             if run != self._id:
                 continue
@@ -226,6 +230,11 @@ class Run:
                 self._failures[rank] = value
             else:
                 self._results[rank] = value
+
+    def _ended(self, rank: int) -> BaseException:
+        if self._expired:
+            return TimeoutError(f"rank {rank} was still running")
+        return RankDied(rank, self._pool.exitcode(rank))
 
     def _expire(self) -> None:
         self._expired = True

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -85,10 +84,7 @@ class Group:
         operation: names the exchange in errors, and must be the same on all ranks.
         """
 
-        received: list[bytes] = self.call(
-            operation, partial(self.endpoint.exchange, list(payloads), operation=operation), timeout=timeout
-        )
-        return received
+        return self.call(operation, self.endpoint.exchange, list(payloads), operation, timeout=timeout)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised window memory: peers reach it without a copy. Freed with its last view.
@@ -182,7 +178,10 @@ class Group:
         if self._refusal is not None:
             raise self._refusal(operation)
         timeout_s = self._timeout_s if timeout is None else seconds(timeout, self._timeout_s)
-        with self._turns:
+        turns = self._turns
+        if turns.last is not None:
+            turns.wait()
+        with turns.lock:
             if self._refusal is not None:
                 raise self._refusal(operation)
             try:

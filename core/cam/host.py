@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_MINE = Path("/proc/self/cgroup")
 
 
 def boot_id() -> str:
@@ -48,7 +49,7 @@ def _quota(folder: Path) -> float | None:
 
 def _cgroup_folders(controller: str) -> Iterator[Path]:
     """This process's cgroup of version 1 and 2 for a controller, and its ancestors: each may set a limit."""
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in _read(_MINE).splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:

@@ -78,8 +78,10 @@ class StoreRendezvous:
                 for rank in range(self.size)
             ]
         except RuntimeError as error:
-            if deadline.passed:
-                raise _timeout(key, self._missing(key), deadline.waited_s) from None
+            # A store that still answers has only run out of time; some do a moment early.
+            late = self._missing(key)
+            if late or deadline.passed:
+                raise _timeout(key, late, deadline.waited_s) from None
             raise GroupAborted(f"init ({key}): the store of the rendezvous failed: {error}") from error
 
     def _get(self, key: str, deadline: Deadline) -> bytes:

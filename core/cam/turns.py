@@ -16,43 +16,39 @@ T = TypeVar("T")
 
 
 class Turns:
-    """A reentrant lock (`with turns: ...`) that also waits for the submitted work, and the thread that does
-    it.
+    """A reentrant lock (`with turns: ...`) that also waits for the submitted work, and the thread that does it.
 
     Never submit while holding the turn and then wait for the result: the work waits for the turn as well.
+
+    lock, last: for Group.call alone, which is too hot for two more Python calls. last: the work submitted most
+    recently, until it is done.
     """
 
-    __slots__ = ("_closed", "_depth", "_executor", "_last", "_lock", "_name", "_owner", "_queue")
+    __slots__ = ("_closed", "_executor", "_name", "_queue", "last", "lock")
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()
-        self._owner = 0
-        self._depth = 0
-        self._last: futures.Future[object] | None = None
+        self.lock = threading.RLock()
+        self.last: futures.Future[object] | None = None
         self._queue = threading.Lock()
         self._executor: futures.ThreadPoolExecutor | None = None
         self._closed = False
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
-        if self._owner == me:
-            self._depth += 1
-            return
-        last = self._last
-        if last is not None:
-            futures.wait((last,))
-        self._lock.acquire()
-        self._owner = me
-        self._depth = 1
+        if self.last is not None:
+            self.wait()
+        self.lock.acquire()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = 0
-            self._lock.release()
+        self.lock.release()
+
+    def wait(self) -> None:
+        """Waits for what was submitted before; at once in the thread that has the turn already."""
+        last = self.last
+        if last is not None and not self.lock._is_owned():  # type: ignore[attr-defined]  # as Condition does
+            futures.wait((last,))
 
     def submit(self, fn: Callable[[], T]) -> "futures.Future[T]":
         """Runs fn on the progress thread, holding the turn, after everything submitted before."""
@@ -62,7 +58,7 @@ class Turns:
             if self._executor is None:
                 self._executor = futures.ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-progress")
             future = self._executor.submit(self._run, fn)
-            self._last = future  # type: ignore[assignment]  # Future is invariant; nobody reads its result
+            self.last = future  # type: ignore[assignment]  # Future is invariant; nobody reads its result
         future.add_done_callback(self._finished)
         return future
 
@@ -75,15 +71,10 @@ class Turns:
             executor.shutdown(wait=True)
 
     def _run(self, fn: Callable[[], T]) -> T:
-        me = threading.get_ident()
-        with self._lock:
-            self._owner, self._depth = me, 1
-            try:
-                return fn()
-            finally:
-                self._owner, self._depth = 0, 0
+        with self.lock:
+            return fn()
 
     def _finished(self, future: "futures.Future[T]") -> None:
         with self._queue:
-            if self._last is future:
-                self._last = None
+            if self.last is future:
+                self.last = None

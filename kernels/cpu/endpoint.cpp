@@ -51,20 +51,35 @@ bool process_ended(int pidfd) {
 
 const char* operation_name(Operation operation) {
     switch (operation) {
-        case Operation::barrier: return "barrier";
-        case Operation::exchange: return "exchange";
-        case Operation::dispatch: return "dispatch";
-        case Operation::combine: return "combine";
-        case Operation::scatter: return "scatter";
-        case Operation::route: return "route";
+        case Operation::barrier:
+            return "barrier";
+        case Operation::exchange:
+            return "exchange";
+        case Operation::dispatch:
+            return "dispatch";
+        case Operation::combine:
+            return "combine";
+        case Operation::scatter:
+            return "scatter";
+        case Operation::route:
+            return "route";
     }
     return "unknown operation";
 }
 
 const char* Signature::name(int field) {
-    static constexpr const char* names[kFields] = {"layout",     "dtype",       "hidden", "topk", "num_experts", "quant",
-                                                   "expert_alignment", "max_tokens", "scale bytes per row",
-                                                   "topk_weights given", "row weights given", "rows scaled by weights"};
+    static constexpr const char* names[kFields] = {"layout",
+                                                   "dtype",
+                                                   "hidden",
+                                                   "topk",
+                                                   "num_experts",
+                                                   "quant",
+                                                   "expert_alignment",
+                                                   "max_tokens",
+                                                   "scale bytes per row",
+                                                   "topk_weights given",
+                                                   "row weights given",
+                                                   "rows scaled by weights"};
     return names[field];
 }
 
@@ -73,14 +88,20 @@ std::string Signature::show(int field, int64_t value) {
     static constexpr const char* dtypes[] = {"bfloat16", "float16", "float32", "opaque"};
     static constexpr const char* quants[] = {"none", "int8", "fp8"};
     switch (field) {
-        case layout: return layouts[value];
-        case dtype: return dtypes[value];
-        case quant: return quants[value];
-        case max_tokens: return value < 0 ? "none" : std::to_string(value);
+        case layout:
+            return layouts[value];
+        case dtype:
+            return dtypes[value];
+        case quant:
+            return quants[value];
+        case max_tokens:
+            return value < 0 ? "none" : std::to_string(value);
         case weights:
         case row_values:
-        case scaled: return value ? "yes" : "no";
-        default: return std::to_string(value);
+        case scaled:
+            return value ? "yes" : "no";
+        default:
+            return std::to_string(value);
     }
 }
 
@@ -127,9 +148,12 @@ void Endpoint::close() {
 void Endpoint::check_usable() const {
     const Control& own = segments_[rank_]->control();
     switch (own.state.load(std::memory_order_acquire)) {
-        case State::live: return;
-        case State::closed: throw Error(Failure::aborted, "the group is closed");
-        case State::aborted: throw Error(Failure::aborted, own.abort.message);
+        case State::live:
+            return;
+        case State::closed:
+            throw Error(Failure::aborted, "the group is closed");
+        case State::aborted:
+            throw Error(Failure::aborted, own.abort.message);
     }
 }
 
@@ -293,7 +317,8 @@ void Collective::wait_all() {
         const size_t before = pending.size();
         look();
         if (pending.size() == before) {
-            futex_wait(sleeping, 1, std::max<Clock::duration>(std::min(next_watch, deadline_) - now, Clock::duration(1)));
+            futex_wait(sleeping, 1,
+                       std::max<Clock::duration>(std::min(next_watch, deadline_) - now, Clock::duration(1)));
             look();
         }
         sleeping.store(0, std::memory_order_relaxed);

@@ -32,8 +32,20 @@ using Clock = std::chrono::steady_clock;
 // The parameters of a collective that every rank must have called alike, in a fixed order with their names.
 struct Signature {
     static constexpr int kFields = 12;
-    enum Field { layout, dtype, hidden, topk, num_experts, quant, alignment, max_tokens, scale_bytes,
-                 weights, row_values, scaled };
+    enum Field {
+        layout,
+        dtype,
+        hidden,
+        topk,
+        num_experts,
+        quant,
+        alignment,
+        max_tokens,
+        scale_bytes,
+        weights,
+        row_values,
+        scaled
+    };
     int64_t value[kFields] = {};
     static const char* name(int field);
     static std::string show(int field, int64_t value);

@@ -110,9 +110,12 @@ std::shared_ptr<Block> route(Endpoint& endpoint, const RouteCall& call);  // [to
 // Bytes per row of scales that `quant` produces.
 inline int64_t quant_scale_bytes(Quant quant, int64_t hidden) {
     switch (quant) {
-        case Quant::none: return 0;
-        case Quant::int8: return sizeof(float);
-        case Quant::fp8: return (hidden + kFp8Group - 1) / kFp8Group * static_cast<int64_t>(sizeof(float));
+        case Quant::none:
+            return 0;
+        case Quant::int8:
+            return sizeof(float);
+        case Quant::fp8:
+            return (hidden + kFp8Group - 1) / kFp8Group * static_cast<int64_t>(sizeof(float));
     }
     return 0;
 }

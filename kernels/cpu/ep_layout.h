@@ -61,9 +61,9 @@ SendCounts count_selections(const Selection& selection, const ExpertMap& experts
 // What a receiver decides: its rows, and where each source starts.
 struct Placement {
     int64_t rows = 0;
-    std::vector<int64_t> expert_counts;            // [local experts]
-    std::vector<int64_t> source_counts;            // expert layout [local experts, world]; rank layout [world]
-    std::vector<std::vector<int64_t>> starts;      // [world] of [local experts] (expert layout) or of [1]
+    std::vector<int64_t> expert_counts;        // [local experts]
+    std::vector<int64_t> source_counts;        // expert layout [local experts, world]; rank layout [world]
+    std::vector<std::vector<int64_t>> starts;  // [world] of [local experts] (expert layout) or of [1]
 };
 // received[source] = that source's per_expert counts of this rank's experts, preceded by its rows in the rank layout.
 Placement place(const std::vector<std::vector<int64_t>>& received, int64_t local_experts, Layout layout,

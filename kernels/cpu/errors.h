@@ -28,8 +28,8 @@ struct Error : std::exception {
     std::string operation, phase;
     std::vector<int32_t> ranks;  // the late, dead, deviating or exhausted ranks
     double waited_s = 0;
-    std::string field, mine, theirs;                   // parameter_mismatch
-    int64_t requested = 0, allocated = 0, limit = 0;   // out_of_memory, bytes
+    std::string field, mine, theirs;                  // parameter_mismatch
+    int64_t requested = 0, allocated = 0, limit = 0;  // out_of_memory, bytes
 
     Error(Failure kind, std::string text) : failure(kind), message(std::move(text)) {}
     const char* what() const noexcept override { return message.c_str(); }

@@ -167,9 +167,12 @@ struct Float32 {
 template <class Body>
 auto with_dtype(Dtype dtype, Body&& body) {
     switch (dtype) {
-        case Dtype::bfloat16: return body(Bfloat16{});
-        case Dtype::float16: return body(Float16{});
-        default: return body(Float32{});
+        case Dtype::bfloat16:
+            return body(Bfloat16{});
+        case Dtype::float16:
+            return body(Float16{});
+        default:
+            return body(Float32{});
     }
 }
 
@@ -241,9 +244,8 @@ void reduce_rows(void* out, const void* const* rows, const float* weights, int c
 
 void reduce(void* out, const void* const* rows, const float* weights, int count, const void* bias, int64_t hidden,
             Dtype dtype, bool nontemporal) {
-    with_dtype(dtype, [&](auto type) {
-        reduce_rows<decltype(type)>(out, rows, weights, count, bias, hidden, nontemporal);
-    });
+    with_dtype(dtype,
+               [&](auto type) { reduce_rows<decltype(type)>(out, rows, weights, count, bias, hidden, nontemporal); });
 }
 
 void scale(void* target, const void* source, float weight, int64_t hidden, Dtype dtype, bool nontemporal) {
@@ -330,7 +332,8 @@ inline U8 to_e4m3(F32 value) {
     // Normal range (>= 2^-6): keep 3 mantissa bits and rebias the exponent from 127 to 7.
     const U32 raw = bits<U32>(magnitude);
     const U32 normal = ((raw + 0x7ffffu + ((raw >> 20) & 1u)) >> 20) - (120u << 3);
-    // Below, the step is 2^-9: adding 2^14 (whose last bit is 2^-9) rounds to it, and leaves the multiple in the low bits.
+    // Below, the step is 2^-9: adding 2^14 (whose last bit is 2^-9) rounds to it, and leaves the multiple in the low
+    // bits.
     const U32 small = bits<U32>(magnitude + splat(16384.0f)) - bits<U32>(splat(16384.0f));
     U32 code = bits<U32>(magnitude < splat(0.015625f) ? bits<I32>(small) : bits<I32>(normal));
     code = bits<U32>(nan ? bits<I32>(code * 0u + 0x7fu) : bits<I32>(code));

@@ -28,7 +28,7 @@ Segment::Segment(int fd, size_t bytes) : bytes_(bytes) {
 }
 
 std::shared_ptr<Segment> Segment::of_peer(int fd, int world) {
-    struct stat status {};
+    struct stat status{};
     if (fstat(fd, &status) != 0) bad_input(std::string("cannot stat a peer's window: ") + std::strerror(errno));
     const auto bytes = static_cast<size_t>(status.st_size);
     if (bytes < control_bytes(world)) {

@@ -66,9 +66,7 @@ def inputs(case: Case, rank: int) -> Inputs:
     weights = torch.randn(tokens, k, generator=g) if case.weights else None
     mask = torch.rand(tokens, generator=g) < 0.7 if case.masks else None
     wide = case.out_hidden or case.hidden
-    bias = (
-        _floats(tokens, wide, case.out_dtype or case.dtype, generator(case, rank, 1)) if case.bias else None
-    )
+    bias = _floats(tokens, wide, case.out_dtype or case.dtype, generator(case, rank, 1)) if case.bias else None
     x: Tensor | tuple[Tensor, Tensor]
     if case.prequantised is not None:
         x = _pair(case, rank)
@@ -89,9 +87,7 @@ def all_inputs(case: Case) -> list[Inputs]:
 
 def expert_output(case: Case, rank: int, rows: int) -> Tensor:
     """[R, H'] What the experts of a rank return; random, so that combine is tested on its own."""
-    return _floats(
-        rows, case.out_hidden or case.hidden, case.out_dtype or case.dtype, generator(case, rank, 3)
-    )
+    return _floats(rows, case.out_hidden or case.hidden, case.out_dtype or case.dtype, generator(case, rank, 3))
 
 
 def row_weights(case: Case, rank: int, rows: int) -> Tensor:
@@ -133,9 +129,9 @@ def _pair(case: Case, rank: int) -> tuple[Tensor, Tensor]:
         case "uint8 [T, 2] half":
             return small.view(torch.uint8), torch.rand(tokens, 2, generator=g).half()
         case "int32 [T, 5]":
-            return torch.randint(
-                -(2**31), 2**31, (tokens, hidden), generator=g, dtype=torch.int32
-            ), torch.rand(tokens, 5, generator=g)
+            return torch.randint(-(2**31), 2**31, (tokens, hidden), generator=g, dtype=torch.int32), torch.rand(
+                tokens, 5, generator=g
+            )
         case "bf16 [T]":
             return torch.randn(tokens, hidden, generator=g).bfloat16(), torch.rand(tokens, generator=g)
     raise ValueError(f"prequantised={case.prequantised!r}: one of {PAIRS}")

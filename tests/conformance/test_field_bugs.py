@@ -33,9 +33,7 @@ def test_01_ranks_that_get_no_tokens(layout: str) -> None:
 @in_layouts
 def test_02_a_rank_that_sends_no_tokens(layout: str) -> None:
     """DeepEP#374, sglang#25397: crash on x[:0]. Empty in, empty [0, H] out."""
-    check(
-        Case((6, 0), hidden=24, layout=layout, bias=True), Case((0, 0), hidden=24, layout=layout, bias=True)
-    )
+    check(Case((6, 0), hidden=24, layout=layout, bias=True), Case((0, 0), hidden=24, layout=layout, bias=True))
 
 
 @in_layouts
@@ -221,7 +219,8 @@ def test_17_a_late_rank_is_named() -> None:
     why.
     """
     with Ranks(3) as ranks:
-        results = ranks.run(field_bugs.late, 2, expect_errors=True)
+        results = ranks.run(field_bugs.late, 2)
+        ranks.discard()  # their group is broken
     for rank in (0, 1):
         first, second = results[rank]
         assert isinstance(first, cam.Timeout), repr(first)

@@ -101,9 +101,7 @@ def test_routings(layout: str, routing: str) -> None:
 @pytest.mark.parametrize("alignment", [1, 2, 8, 128])
 def test_alignment(alignment: int) -> None:
     base = Case((6, 0, 11), experts=7, topk=3, alignment=alignment)
-    check(
-        DEFAULT, base, replace(base, quant="int8"), replace(base, quant="fp8"), replace(base, weights=False)
-    )
+    check(DEFAULT, base, replace(base, quant="int8"), replace(base, quant="fp8"), replace(base, weights=False))
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -149,9 +147,7 @@ def test_a_handle_repeats_its_routing(layout: str, alignment: int) -> None:
     if layout == "rank" and alignment > 1:
         pytest.skip("the rank layout has no experts to align")
     case = Case((6, 0, 11), layout=layout, alignment=alignment, masks=True, bias=True)
-    check_repeated(
-        case, replace(case, hidden=50, out_hidden=50, dtype=torch.float32, out_dtype=torch.float32)
-    )
+    check_repeated(case, replace(case, hidden=50, out_hidden=50, dtype=torch.float32, out_dtype=torch.float32))
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])

@@ -1,0 +1,5 @@
+"""python -m cam.cli"""
+
+from cam.cli import app
+
+app(prog_name="cam")
