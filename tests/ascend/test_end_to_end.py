@@ -80,7 +80,12 @@ def test_index_types() -> None:
 
 def test_combine_takes_another_hidden_and_dtype() -> None:
     base = Case((6, 4, 11), bias=True)
-    check(*(replace(base, out_hidden=h, out_dtype=d) for h, d in ((1, torch.float32), (20, torch.float16), (96, torch.bfloat16))))
+    check(
+        *(
+            replace(base, out_hidden=h, out_dtype=d)
+            for h, d in ((1, torch.float32), (20, torch.float16), (96, torch.bfloat16))
+        )
+    )
 
 
 def test_the_limits_of_the_kernels() -> None:
@@ -135,4 +140,4 @@ def test_a_dead_rank_is_named(phase: str) -> None:
     with Ranks(3, group=False) as ranks:
         results = ranks.run(programs.late, case, phase, key(), expect_errors=True)
     assert isinstance(results[2], RankDied)
-    assert results[:2] == [(2,), (2,)]
+    assert results[:2] == [(phase, (2,)), (phase, (2,))]

@@ -1,4 +1,4 @@
-"""Every kernel compiles to final HIVM for every target, within the unified buffer, and keeps the rules of hivm_check."""
+"""Every kernel compiles to final HIVM for every target, fits the unified buffer and keeps the rules of hivm_check."""
 
 import re
 from dataclasses import replace

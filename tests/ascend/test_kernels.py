@@ -22,7 +22,9 @@ def _seed() -> None:
     torch.manual_seed(7)
 
 
-@pytest.mark.parametrize(("tokens", "topk", "num_experts"), [(37, 4, 16), (1, 1, 1), (0, 3, 5), (64, 16, 512), (9, 5, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "topk", "num_experts"), [(37, 4, 16), (1, 1, 1), (0, 3, 5), (64, 16, 512), (9, 5, 3)]
+)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("masked", [False, True])
 def test_layout(tokens: int, topk: int, num_experts: int, dtype: torch.dtype, masked: bool) -> None:
@@ -37,7 +39,10 @@ def test_layout(tokens: int, topk: int, num_experts: int, dtype: torch.dtype, ma
 
 def test_layout_does_not_depend_on_the_grid() -> None:
     idx = torch.randint(-1, 20, (53, 6))
-    layouts = [dispatch_layout(NativeLauncher(cores=cores, threads=threads), idx, 20) for cores, threads in ((1, 1), (7, 1), (48, 3))]
+    layouts = [
+        dispatch_layout(NativeLauncher(cores=cores, threads=threads), idx, 20)
+        for cores, threads in ((1, 1), (7, 1), (48, 3))
+    ]
     assert all(torch.equal(found.position, layouts[0].position) for found in layouts)
 
 
@@ -80,7 +85,9 @@ def test_grouped_matmul_is_exact(counts: list[int], depth: int, width: int) -> N
 
 def test_grouped_matmul_at_the_edge_of_int32() -> None:
     x = torch.full((2, 8192), -128, dtype=torch.int8)
-    out = experts.grouped_matmul(LAUNCHER, x, x[:1].t().contiguous()[None], ends_of([2]), rows=16, columns=16, depth=128)
+    out = experts.grouped_matmul(
+        LAUNCHER, x, x[:1].t().contiguous()[None], ends_of([2]), rows=16, columns=16, depth=128
+    )
     assert out.tolist() == [[128 * 128 * 8192]] * 2
 
 
@@ -97,7 +104,11 @@ def test_expert_feed_forward(counts: list[int], dtype: torch.dtype) -> None:
     )
     y = experts.feed_forward(LAUNCHER, x, scale, ends_of(counts), weights, dtype)
     group = torch.repeat_interleave(torch.arange(groups), torch.tensor(counts))
-    up = torch.einsum("rh,rhi->ri", x.double(), weights.up[group].double()).float() * scale[:, None] * weights.up_scale[group]
+    up = (
+        torch.einsum("rh,rhi->ri", x.double(), weights.up[group].double()).float()
+        * scale[:, None]
+        * weights.up_scale[group]
+    )
     gate, value = up.split(inner, dim=1)
     middle, middle_scale = reference.quant_int8(torch.nn.functional.silu(gate) * value)
     wanted = torch.einsum("ri,rih->rh", middle.double(), weights.down[group].double()).float()

@@ -7,7 +7,7 @@ constant, so the ends of the range decide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cam_kernels.ascend import experts
@@ -21,6 +21,7 @@ HIDDEN = (128, MAX_HIDDEN)
 TOPK = (1, MAX_TOPK)
 EXPERTS = (8, MAX_EXPERTS)
 FLOATS = ("bf16", "fp16", "fp32")
+_NOTHING = Expectation()
 _SENDS_AND_FLAGS = Expectation(sends=True, flags=True)
 
 
@@ -29,7 +30,7 @@ class Declared:
     """A variant, and what the checker must recognise in it."""
 
     variant: Variant
-    expected: Expectation = Expectation()
+    expected: Expectation = _NOTHING
 
     def __str__(self) -> str:
         return str(self.variant)
@@ -47,7 +48,7 @@ def _types(kernel: Kernel, **pointers: str) -> dict[str, str]:
     return result
 
 
-def _variant(kernel: Kernel, constants: dict[str, Constant], **pointers: str) -> Variant:
+def _variant(kernel: Kernel, constants: Mapping[str, Constant], **pointers: str) -> Variant:
     return kernel.variant(_types(kernel, **pointers), constants)
 
 
@@ -85,15 +86,15 @@ def _dispatch_kernels() -> Iterator[Declared]:
         for element in (*FLOATS, "i8"):
             constants = {"BH": block("push_rows", hidden), "QUANT": False, "SCALED": element == "i8", "WEIGHTED": True}
             yield Declared(_variant(dispatch.PUSH_ROWS, constants, x=element, topk="i64", **pointers), _SENDS_AND_FLAGS)
-            yield Declared(
-                _variant(dispatch.CLEAR_PADDING, {"BH": block("clear_padding", hidden)}, rows=element)
-            )
+            yield Declared(_variant(dispatch.CLEAR_PADDING, {"BH": block("clear_padding", hidden)}, rows=element))
         for element in FLOATS:
             for weighted in (False, True):
                 constants = {
                     "BH": block("push_rows quantised", hidden), "QUANT": True, "SCALED": False, "WEIGHTED": weighted
                 }  # fmt: skip
-                yield Declared(_variant(dispatch.PUSH_ROWS, constants, x=element, topk="i32", **pointers), _SENDS_AND_FLAGS)
+                yield Declared(
+                    _variant(dispatch.PUSH_ROWS, constants, x=element, topk="i32", **pointers), _SENDS_AND_FLAGS
+                )
     yield Declared(_variant(dispatch.UNPACK_META, {"RP": 64}, **pointers))
 
 
@@ -117,7 +118,9 @@ def _row_kernels() -> Iterator[Declared]:
     scales = {"scale": "fp32", "token_scale": "fp32", "channel_scale": "fp32", "q": "i8"}
     for hidden in HIDDEN:
         for element in FLOATS:
-            yield Declared(_variant(quant.QUANT_ROWS, {"BH": block("quant_rows", hidden)}, x=element, q="i8", scale="fp32"))
+            yield Declared(
+                _variant(quant.QUANT_ROWS, {"BH": block("quant_rows", hidden)}, x=element, q="i8", scale="fp32")
+            )
             yield Declared(
                 _variant(quant.DEQUANT_ROWS, {"BH": block("dequant_rows", hidden)}, x=element, q="i8", scale="fp32")
             )

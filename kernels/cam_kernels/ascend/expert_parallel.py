@@ -191,9 +191,7 @@ class ExpertParallel:
 
     def _late_owners(self, handle: Handle, tokens: torch.Tensor, epoch: int) -> tuple[int, ...]:
         """Ranks whose results are missing: the owners of the experts of slots without a flag."""
-        flags = self._window.own(
-            "combine_flags", epoch, torch.int32, *handle.position.shape, FLAG_LANES
-        )[..., 0]
+        flags = self._window.own("combine_flags", epoch, torch.int32, *handle.position.shape, FLAG_LANES)[..., 0]
         absent = (flags < epoch) & (handle.position >= 0)
         experts = handle.experts[absent & torch.zeros_like(absent).index_fill_(0, tokens, True)]
         return tuple(sorted({self._window.layout.owner(int(e)) for e in experts.tolist()}))
@@ -244,9 +242,7 @@ class ExpertParallel:
         launcher.finish()
         return source, weights, scales
 
-    def _wait(
-        self, area: str, flags: int, epoch: int, half: int, operation: str, phase: str, per_rank: int
-    ) -> None:
+    def _wait(self, area: str, flags: int, epoch: int, half: int, operation: str, phase: str, per_rank: int) -> None:
         """Wait until `flags` flags of an own area, in the half of epoch `half`, have reached `epoch`."""
         deadline = _Deadline(self._timeout_s)
         own = self._window.own(area, half, torch.int32, flags, FLAG_LANES)
@@ -281,7 +277,9 @@ class ExpertParallel:
     ) -> None:
         size = self._window.layout
         if x.dim() != 2 or x.dtype not in _ROW_TYPES or not x.is_contiguous() or not 1 <= x.shape[1] <= size.hidden:
-            raise LimitExceeded(f"x is {x.dtype} {tuple(x.shape)}; needed: contiguous [T, 1..{size.hidden}], {_ROW_TYPES}")
+            raise LimitExceeded(
+                f"x is {x.dtype} {tuple(x.shape)}; needed: contiguous [T, 1..{size.hidden}], {_ROW_TYPES}"
+            )
         if x.shape[1] * x.dtype.itemsize > self._row_bytes():
             raise LimitExceeded(f"rows of {x.shape[1]} {x.dtype} exceed the window's {self._row_bytes()} bytes per row")
         if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int32, torch.int64) or not topk_idx.is_contiguous():
@@ -289,10 +287,13 @@ class ExpertParallel:
         tokens, topk = topk_idx.shape
         if x.shape[0] != tokens or tokens > size.tokens or not 1 <= topk <= size.topk:
             raise LimitExceeded(
-                f"{x.shape[0]} rows and topk_idx [{tokens}, {topk}]; the window holds {size.tokens} tokens, {size.topk} slots"
+                f"{x.shape[0]} rows and topk_idx [{tokens}, {topk}]; the window holds"
+                f" {size.tokens} tokens of {size.topk} slots"
             )
         if tokens and not -1 <= int(topk_idx.min()) <= int(topk_idx.max()) < size.experts:
-            raise LimitExceeded(f"topk_idx reaches from {topk_idx.min()} to {topk_idx.max()}, experts are {size.experts}")
+            raise LimitExceeded(
+                f"topk_idx reaches from {topk_idx.min()} to {topk_idx.max()}, experts are {size.experts}"
+            )
         for name, value, shape, dtype in (
             ("topk_weights", topk_weights, (tokens, topk), torch.float32),
             ("scales", scales, (tokens,), torch.float32),

@@ -1,4 +1,4 @@
-"""Host side of the experts' feed-forward net on int8 rows: the staged form of CAM's fused_deep_moe, without the fusion."""
+"""Host side of the experts' feed-forward net on int8 rows: what CAM's fused_deep_moe computes, in stages."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def feed_forward(
     rows, inner, width = x.shape[0], weights.down.shape[1], weights.down.shape[2]
     groups, device = weights.up.shape[0], x.device
     if x.dtype != torch.int8 or x.shape[1] != weights.up.shape[1] or ends.numel() != groups:
-        raise LimitExceeded(f"x {x.dtype} {tuple(x.shape)} and {ends.numel()} groups do not fit up {tuple(weights.up.shape)}")
+        raise LimitExceeded(
+            f"x {x.dtype} {tuple(x.shape)} and {ends.numel()} groups do not fit up {tuple(weights.up.shape)}"
+        )
     y = torch.empty(rows, width, dtype=out_dtype, device=device)
     if rows == 0:
         return y

@@ -28,8 +28,8 @@ _UB_OVERFLOW = re.compile(r"ub overflow, requires (\d+) bits while (\d+) bits", 
 _TIMEOUT_S = 120.0
 
 
-# When the unified buffer overflows, bishengir-compile tries again without code motion and then without double buffering,
-# and says so only in its log.
+# When the unified buffer overflows, bishengir-compile tries again without code motion and then without double
+# buffering, and says so only in its log.
 _RETRIED = "Ub overflow detected"
 _CRAMPED = "// cam: compiled after the unified buffer overflowed\n"
 

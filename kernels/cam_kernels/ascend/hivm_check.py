@@ -4,15 +4,16 @@ What they catch are the mistakes that a CPU cannot show: it has no pipes, no dat
 
     barrier          a full pipe barrier stands between every store to a peer and every flag store after it
     flag-width       a flag fills at least 32 bytes, the granule of a copy
-    polling          a loop that waits for memory reads it by vector copies, never by scalar loads through the data cache,
-                     and has a full barrier between two looks
-    scalar-store     nothing is stored to global memory by scalar stores: the data cache writes back whole lines, and two
-                     cores that own words of one line overwrite each other
+    polling          a loop that waits for memory reads it by vector copies, never by scalar loads through the data
+                     cache, and has a full barrier between two looks
+    scalar-store     nothing is stored to global memory by scalar stores: the data cache writes back whole lines, and
+                     two cores that own words of one line overwrite each other
     paired-sync      every set_flag between two pipes has its wait_flag on every path
     ub               the tiles fit the unified buffer, and double buffering was not given up for it
     integer-division no integer is divided as fp32, which is what the compiler makes of a division of int32 vectors
     element-wise     no vector access has fallen apart into a loop over elements
-    missing          what the kernel declares to do is there: the compiler deletes, for one, a waiting loop without a barrier
+    missing          what the kernel declares to do is there: the compiler deletes, for one, a waiting loop that has
+                     no barrier
 
 Limits: the rules read text of the pinned compiler version. They see order within one core; that the interconnect keeps
 the order which the barrier asks for, they cannot see.
@@ -151,7 +152,11 @@ def _splats_argument(function: Function, op: Op, sources: set[str]) -> bool:
     """Whether a call fills its buffer from nothing but one argument of the kernel and constants."""
     others = [o for o in op.operands if not function.roots(o, _VIEWS) & sources]
     constant = ("arith.constant", "llvm.mlir.constant")
-    values = [o for o in others if not (o in function.definitions and any(c in function.definitions[o].text for c in constant))]
+    values = [
+        o
+        for o in others
+        if not (o in function.definitions and any(c in function.definitions[o].text for c in constant))
+    ]
     return len(values) == 1 and values[0] in function.arguments
 
 
@@ -196,7 +201,9 @@ def _check_barriers(function: Function, payloads: set[int], flags: set[int]) -> 
                 open_stores.clear()
             elif op.line in flags and open_stores:
                 wrong[op.line] = Finding(
-                    "barrier", op.line, f"a flag is stored while the stores of lines {sorted(open_stores)} may be pending"
+                    "barrier",
+                    op.line,
+                    f"a flag is stored while the stores of lines {sorted(open_stores)} may be pending",
                 )
             elif op.line in payloads:
                 open_stores.add(op.line)
@@ -323,7 +330,9 @@ def _check_division(function: Function) -> list[Finding]:
                 target = roots[2] if len(roots) > 2 else roots[-1]
                 made.update(dict.fromkeys(target, "quotient"))
         elif callee.startswith("vcast_float_to_int32") and any(made.get(root) == "quotient" for root in roots[0]):
-            findings.append(Finding("integer-division", op.line, "int32 vectors are divided as fp32: inexact above 2^24"))
+            findings.append(
+                Finding("integer-division", op.line, "int32 vectors are divided as fp32: inexact above 2^24")
+            )
         elif callee:
             for group in roots[1:]:
                 for root in group:

@@ -1,8 +1,8 @@
 """Reads final HIVM text into a control-flow graph, so that rules about order can be decided on all paths.
 
-A2 and A3 keep structured loops (scf.for, scf.while, scf.if), 950 has blocks and branches (cf.br, cf.cond_br): both become
-basic blocks here. Only what the rules need is understood: results, operands, regions, branches. A line that opens a
-region of an unknown kind is an error, so a new compiler version cannot slip past the checks unread.
+A2 and A3 keep structured loops (scf.for, scf.while, scf.if), 950 has blocks and branches (cf.br, cf.cond_br): both
+become basic blocks here. Only what the rules need is understood: results, operands, regions, branches. A line that
+opens a region of an unknown kind is an error, so a new compiler version cannot slip past the checks unread.
 """
 
 from __future__ import annotations
@@ -277,7 +277,9 @@ class _Reader:
         return set(arguments)
 
     def _while(self, body: str) -> set[str]:
-        bindings = [(name, self._resolve(value.split("#")[0])) for name, value in _BINDING.findall(body.split(" : ")[0])]
+        bindings = [
+            (name, self._resolve(value.split("#")[0])) for name, value in _BINDING.findall(body.split(" : ")[0])
+        ]
         before, after = self._new_block(), self._new_block()
         self._link(self._current, before)
         self._scopes.append({})

@@ -51,7 +51,9 @@ _LLC = ("-O2", "-filetype=obj", "-relocation-model=pic", "-fp-contract=off")
 _LINK = ("-O2", "-fPIC", "-shared", "-Wall", "-Werror")
 
 _POINTER_CAST = re.compile(r"hivm\.hir\.pointer_cast\((%\w+)\) \[(%\w+)\] : memref<\?x(\w+)>")
-_LEFT_OVER = re.compile(r"^\s*(?:%[\w:, ]+ = )?\"?((?:hivm|hfusion|hacc|annotation|gpu|tt|scope)\.[\w.]+)", re.MULTILINE)
+_LEFT_OVER = re.compile(
+    r"^\s*(?:%[\w:, ]+ = )?\"?((?:hivm|hfusion|hacc|annotation|gpu|tt|scope)\.[\w.]+)", re.MULTILINE
+)
 
 
 def portable(module: LinalgModule) -> str:
@@ -60,7 +62,7 @@ def portable(module: LinalgModule) -> str:
     text = re.sub(r" \{hivm\.[a-z_]+\}", "", module.text)
     text = re.sub(r"\n\s*annotation\.mark[^\n]*", "", text)
     declarations = []
-    for element in sorted(set(m.group(3) for m in _POINTER_CAST.finditer(text))):
+    for element in sorted({m.group(3) for m in _POINTER_CAST.finditer(text)}):
         # The result descriptor does not depend on the element type, so all types share one C function.
         declarations.append(
             f"  func.func private @cam_pointer_cast_{element}(i64, index) -> memref<?x{element}>"

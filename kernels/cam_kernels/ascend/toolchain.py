@@ -121,5 +121,12 @@ def report() -> tuple[ToolStatus, ...]:
         probe("bishengir-compile-a5", bishengir, "bishengir-compile-a5"),
         *(probe(name, llvm, name) for name in ("mlir-opt", "mlir-translate", "opt", "llc")),
         probe("cc", c_compiler),
-        ToolStatus("hivmc", hivmc is not None, hivmc or "not on PATH: it is part of CANN, and only machines with NPUs need it"),
+        ToolStatus(
+            "hivmc", hivmc is not None, hivmc or "not on PATH: it is part of CANN, and only machines with NPUs need it"
+        ),
     )
+
+
+def usable() -> bool:
+    """Whether kernels can be compiled to HIVM and run from their Ascend IR here: everything but hivmc is there."""
+    return all(status.usable for status in report() if status.tool != "hivmc")

@@ -111,7 +111,9 @@ class WindowLayout:
         """Check that an HCCL window of HCCL_BUFFSIZE megabytes holds this layout. Raises LimitExceeded."""
         needed = -(-self.nbytes // (1 << 20))
         if needed > buffsize_mb:
-            raise LimitExceeded(f"the window needs {needed} MB, HCCL_BUFFSIZE is {buffsize_mb}: set HCCL_BUFFSIZE={needed}")
+            raise LimitExceeded(
+                f"the window needs {needed} MB, HCCL_BUFFSIZE is {buffsize_mb}: set HCCL_BUFFSIZE={needed}"
+            )
 
 
 def _aligned(size: int) -> int:

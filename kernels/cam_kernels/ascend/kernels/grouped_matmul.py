@@ -42,6 +42,7 @@ def matmul_int8(x_ptr, weight_ptr, end_ptr, out_ptr, G, N, K, BM: tl.constexpr, 
     start = 0
     for g in range(G):
         end = tl.load(end_ptr + g)
+        weight = weight_ptr + g.to(tl.int64) * K * N
         tiles = (end - start + BM - 1) // BM * column_tiles
         # The first tile of this group that is this program's turn.
         ahead = (tl.program_id(0) - done % tl.num_programs(0) + tl.num_programs(0)) % tl.num_programs(0)
@@ -52,7 +53,7 @@ def matmul_int8(x_ptr, weight_ptr, end_ptr, out_ptr, G, N, K, BM: tl.constexpr, 
             for k in range(0, K, BK):
                 a = tl.load(x_ptr + row[:, None].to(tl.int64) * K + (k + depth)[None, :],
                             mask=(row < end)[:, None] & (k + depth < K)[None, :], other=0)  # fmt: skip
-                b = tl.load(weight_ptr + g.to(tl.int64) * K * N + (k + depth)[:, None].to(tl.int64) * N + column[None, :],
+                b = tl.load(weight + (k + depth)[:, None].to(tl.int64) * N + column[None, :],
                             mask=(k + depth < K)[:, None] & (column < N)[None, :], other=0)  # fmt: skip
                 total = tl.dot(a, b, total)
             tl.store(out_ptr + row[:, None].to(tl.int64) * N + column[None, :], total,

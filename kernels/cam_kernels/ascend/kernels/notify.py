@@ -119,8 +119,8 @@ def plan_rows(rows_ptr, first_row_ptr, expert_rows_ptr, running_ptr, total_ptr, 
 def raise_flag(flag_peers_ptr, index, W, value):
     """Set the 32-byte flag `index` to `value` in every window.
 
-    flag_peers [W] int64: address of the flag area in each window. What the flag announces was done by earlier launches on
-    the same stream, whose end is a stronger barrier than any inside a kernel. Grid: any, peers in turn.
+    flag_peers [W] int64: address of the flag area in each window. What the flag announces was done by earlier launches
+    on the same stream, whose end is a stronger barrier than any inside a kernel. Grid: any, peers in turn.
     """
     for peer in range(tl.program_id(0), W, tl.num_programs(0)):
         flags = tl.load(flag_peers_ptr + peer).to(tl.pointer_type(tl.int32))

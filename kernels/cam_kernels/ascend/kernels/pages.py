@@ -20,6 +20,7 @@ import triton.language as tl
 
 from cam_kernels.ascend.kernel import Kernel
 
+
 @triton.jit
 def copy_pages(bases_ptr, from_pages_ptr, to_pages_ptr, like_ptr, N, planes, rows, run, from_page, from_plane, from_row,
                to_page, to_plane, to_row, BR: tl.constexpr, BI: tl.constexpr):  # fmt: skip

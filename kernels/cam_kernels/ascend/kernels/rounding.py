@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-import triton.language as tl
 
 
 @triton.jit
