@@ -43,6 +43,4 @@ def _adapters() -> tuple[str, ...]:
 
 
 def _adapter_folders() -> tuple[str, ...]:
-    return tuple(
-        str(path.parent.relative_to(ROOT)) for path in sorted(ROOT.glob("adapters/*/pyproject.toml"))
-    )
+    return tuple(str(path.parent.relative_to(ROOT)) for path in sorted(ROOT.glob("adapters/*/pyproject.toml")))

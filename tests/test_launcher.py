@@ -288,9 +288,7 @@ PARENT = textwrap.dedent(
 
 
 def test_ranks_die_with_the_parent_even_when_stopped() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as parent:
+    with subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert parent.stdout.readline() == "ready\n"

@@ -229,9 +229,7 @@ def _explain(reasons: dict[tuple[int, int], str]) -> str:
     return f"rank {rank} cannot share memory with rank {peer}: {reason}{more}"
 
 
-def _step(
-    rendezvous: Rendezvous, step: str, part: Callable[[], T], kind: type[T], deadline: Deadline
-) -> list[T]:
+def _step(rendezvous: Rendezvous, step: str, part: Callable[[], T], kind: type[T], deadline: Deadline) -> list[T]:
     """Runs part() and gathers everybody's result; raises on all ranks when it raises on one of them."""
     release = version("cam")
     failure: Exception | None = None

@@ -36,9 +36,7 @@ class reserve:  # noqa: N801  # used like a function: `with reserve(name) as res
     def __enter__(self) -> "reserve":
         with _lock:
             if self._name in _groups:
-                raise InputError(
-                    f"a group {self._name!r} is open in this process: close it, or give another name="
-                )
+                raise InputError(f"a group {self._name!r} is open in this process: close it, or give another name=")
             _groups[self._name] = None
         return self
 

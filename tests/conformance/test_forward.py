@@ -178,7 +178,16 @@ def test_more_than_the_npu_kernels_allow(layout: str) -> None:
     check(DEFAULT, Case((3, 4), experts=5, topk=70, layout=layout))
 
 
-def test_nan_inf_and_negative_zero_arrive_as_they_are() -> None:
+@pytest.mark.parametrize("quant", [None, "int8", "fp8"])
+@in_layouts
+@on_backends
+def test_nan_infinity_and_denormals(backend: Backend, layout: str, quant: str | None) -> None:
+    base = Case((30, 20), hidden=70, layout=layout, quant=quant, special=True, bias=True)
+    check(backend, *(replace(base, dtype=dtype, seed=seed) for seed, dtype in enumerate(DTYPES * 2)))
+
+
+def test_every_bit_of_a_row_arrives() -> None:
+    """Rows are moved, not computed with: payloads of NaN and the sign of zero too."""
     for layout in ("expert", "rank"):
         with Ranks(2) as ranks:
             for dtype in DTYPES:

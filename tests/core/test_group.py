@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,16 @@ def test_arguments_of_init_are_checked_locally(arguments: dict[str, Any]) -> Non
 def test_unknown_fields_are_refused() -> None:
     with pytest.raises(cam.ConfigError, match="'timeout_s'"):
         cam.init(timeouts=3)
+
+
+def test_configuration_by_file_by_object_and_by_field(tmp_path: Path) -> None:
+    path = tmp_path / "cam.yaml"
+    path.write_text("name: from file\nwindow_limit: 8MiB\ntimeout_s: 7\n")
+    with cam.init(config=path, timeout_s=8) as group:
+        assert cam.group("from file") is group
+        assert (group.config.timeout_s, group.memory()["limit"]) == (8, 8 << 20)
+    with cam.init(config=cam.Config(window_limit="4MiB", threads=1), name="from object") as group:
+        assert (group.name, group.config.threads, group.memory()["limit"]) == ("from object", 1, 4 << 20)
 
 
 def join_again(env: RankEnv, rounds: int) -> list[int]:
@@ -364,6 +375,24 @@ def failing_submission(group: cam.Group) -> None:
 def test_an_error_in_submitted_work_belongs_to_its_future() -> None:
     with Ranks(2) as ranks:
         ranks.run(failing_submission)
+
+
+def close_from_inside(group: cam.Group) -> None:
+    """The last thing that submitted work does is to leave; the caller finds the group closed."""
+
+    def work() -> None:
+        group.barrier()
+        group.close()
+
+    group.submit(work).result()
+    with pytest.raises(cam.GroupAborted, match="has closed"):
+        group.barrier()
+
+
+def test_submitted_work_may_close_the_group() -> None:
+    with Ranks(2) as ranks:
+        ranks.kill(0, signal.SIGCONT)  # harmless; keeps the closed group from being used again
+        ranks.run(close_from_inside)
 
 
 def threads_in_turn(group: cam.Group, threads: int, rounds: int) -> None:

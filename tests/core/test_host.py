@@ -267,3 +267,24 @@ def test_a_rank_that_dies_while_joining_is_named() -> None:
     assert isinstance(second, RankDied)
     assert "rank 1" in first
     assert "rank 1" in third
+
+
+def test_without_the_native_module_the_reason_is_told() -> None:
+    """`import cam` and the configuration work, so that `cam doctor` can run; joining says why not."""
+    program = """
+import sys
+sys.modules["cam_kernels"] = None
+import cam
+assert cam.Config(threads=2).threads == 2
+try:
+    cam.init()
+except cam.BackendUnavailable as error:
+    print(error)
+try:
+    cam.group()
+except cam.InputError:
+    print("and the name is free again")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "cpu (cam_kernels) could not be loaded: " in done.stdout, done.stderr
+    assert "and the name is free again" in done.stdout

@@ -172,9 +172,7 @@ def test_the_agents_store_is_used(environment: Callable[..., None]) -> None:
 def test_nobody_at_the_address(environment: Callable[..., None]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
-        environment(
-            RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(unused.getsockname()[1])
-        )
+        environment(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(unused.getsockname()[1]))
         with pytest.raises(cam.Timeout, match="found no store"):
             from_environment("cam", 1.0)
 
@@ -240,9 +238,7 @@ def exchange_all(
         if strangers is not None:
             strangers(made[rank].address)
         knocked.wait(LIMIT_S)
-        handed, refusals = made[rank].exchange(
-            segments[rank].fd, secrets[rank], range(rank + 1, size), deadline
-        )
+        handed, refusals = made[rank].exchange(segments[rank].fd, secrets[rank], range(rank + 1, size), deadline)
         for peer, each in handed.items():
             assert doubt(each.fd, segments[peer].nonce, 4096) == ""
             assert each.pid == os.getpid()
@@ -385,9 +381,7 @@ def test_ranks_of_one_host_share_memory() -> None:
         assert [peer.rank for peer in links.peers] == [0, 1, 2, 3]
         assert all(peer.shares_memory and not peer.reason for peer in links.peers)
         assert set(links.handed) == {0, 1, 2, 3} - {rank}
-        assert (
-            os.pread(links.handed[(rank + 1) % 4].fd, NONCE_BYTES, 0) == linked[(rank + 1) % 4].segment.nonce
-        )
+        assert os.pread(links.handed[(rank + 1) % 4].fd, NONCE_BYTES, 0) == linked[(rank + 1) % 4].segment.nonce
         assert links.segment.size == 4 * 4096
     close_all(linked)
     assert descriptors_open() == before

@@ -11,7 +11,8 @@ from cam.ep.pending import Pending
 from cam.ep.received import Handle, Received
 from cam.errors import InputError
 from cam.group import Group
-from cam.ops import ep as ops
+from cam.ops import ep as _ops  # noqa: F401  # registers torch.ops.cam.ep_*
+from cam.ops.placement import expert_range
 
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Timeout = float | timedelta | None
@@ -67,13 +68,14 @@ class Buffer:
         self.quant = quant
         self.expert_alignment = expert_alignment
         self.max_tokens = max_tokens
+        self._local_experts = self.expert_range()
 
     def expert_range(self, rank: int | None = None) -> range:
         """The global experts that live on a rank (default: this one)."""
         rank = self.group.rank if rank is None else rank
         if not 0 <= rank < self.group.size:
             raise InputError(f"rank must be in 0..{self.group.size - 1}, got {rank}")
-        return ops.expert_range(self.num_experts, self.group.size, rank)
+        return expert_range(self.num_experts, self.group.size, rank)
 
     def size_hint(self, tokens: int, hidden: int, topk: int, dtype: torch.dtype) -> int:
         """Window bytes that one rank needs at worst for a dispatch of `tokens` tokens a rank: all of them routed to it.
@@ -83,7 +85,7 @@ class Buffer:
         copies = topk if self.layout == "expert" else 1
         rows = tokens * copies * self.group.size
         if self.layout == "expert":
-            rows += len(self.expert_range()) * (self.expert_alignment - 1)
+            rows += len(self._local_experts) * (self.expert_alignment - 1)
         element = dtype.itemsize if self.quant is None else 1
         scales = {None: 0, "int8": 4, "fp8": (hidden + 127) // 128 * 4}[self.quant]
         facts = 12 + 4 if self.layout == "expert" else 12 + topk * (8 + 4)
@@ -129,6 +131,8 @@ class Buffer:
             active_mask,
             self.group.name,
             self.num_experts,
+            len(self._local_experts),
+            self.group.size,
             self.layout,
             self.quant or "none",
             self.expert_alignment,

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from cam import registry
+from cam.errors import InputError
+from cam.ops.placement import expert_range
 
 #: Row types that the kernels compute with; all others travel as bytes.
 _ROW_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -77,6 +79,8 @@ def dispatch(
     active_mask: Tensor | None,
     group: str,
     num_experts: int,
+    local_experts: int,
+    ranks: int,
     layout: str,
     quant: str,
     alignment: int,
@@ -84,6 +88,11 @@ def dispatch(
     timeout: float,
 ) -> tuple[Tensor, ...]:
     members = registry.group(group)
+    if (local_experts, ranks) != (len(expert_range(num_experts, members.size, members.rank)), members.size):
+        raise InputError(
+            f"{local_experts} local experts of {num_experts} over {ranks} ranks are not rank {members.rank}'s in group "
+            f"{group!r} of {members.size}"
+        )
     x, topk_idx = _rows(x), topk_idx.contiguous()
     scales, topk_weights, active_mask = (
         _contiguous(scales),
