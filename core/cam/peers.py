@@ -145,7 +145,9 @@ def link(rendezvous: Rendezvous, make_segment: Callable[[int], Segment], deadlin
 
         def swap() -> _View:
             nonlocal handed
-            handed, refusals = handover.exchange(own.fd, hellos[0].secret, callers, deadline)
+            # The rest of the time is for telling the others who was late, or they would blame this rank.
+            limit = Deadline(deadline.left_s * 0.8)
+            handed, refusals = handover.exchange(own.fd, hellos[0].secret, callers, limit)
             for peer in list(handed):
                 reason = doubt(handed[peer].fd, reaches[peer].nonce, reaches[peer].window_bytes)
                 if reason:

@@ -3,6 +3,7 @@ named."""
 
 import gc
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -235,13 +236,13 @@ def test_environment_without_torchrun() -> None:
 
 
 def test_torchrun() -> None:
-    program = "import cam\nwith cam.init() as g: g.barrier(); print(f'rank {g.rank} of {g.size}', flush=True)\n"
+    program = "import cam\nwith cam.init() as g: g.barrier(); print(f'<{g.rank} of {g.size}>')\n"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
     # Port 0: torchrun's rendezvous lets the kernel choose.
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--no-python", sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[-2:] == ["rank 0 of 2", "rank 1 of 2"]
+    assert sorted(re.findall("<.*?>", done.stdout)) == ["<0 of 2>", "<1 of 2>"]
 
 
 def join_with_a_broken_rank(env: RankEnv) -> str:
