@@ -2,10 +2,10 @@
 and the checks on what the device would run. README.md is the page for kernel authors.
 
     kernels/            the kernels
-    routing, expert_parallel, experts, paging, buckets, quantising, window       host code: one operation each
-    kernel, linalg, hivm, native, launch, cache, toolchain                       compiling and launching
-    hivm_graph, hivm_check, catalogue                                            what is checked without an NPU
-    torch_npu_meta      torch_npu's schemas and shape functions without torch_npu
+    routing, expert_parallel, experts, paging, buckets, quantising      host code: one operation each
+    window, tiling                                                      memory layout, block sizes
+    kernel, linalg, hivm, native, launch, cache, toolchain              compiling and launching
+    hivm_graph, hivm_check, catalogue                                   what is checked without an NPU
 
 Needs an environment of its own, because triton-ascend owns the import name `triton`. Importing this package imports none
 of it; toolchain.usable() and toolchain.report() say what is there.
