@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from cam_kernels.ascend.deep_moe import deep_moe
 from cam_kernels.ascend.errors import ParametersDiffer, WaitExpired
 from cam_kernels.ascend.expert_parallel import ExpertParallel
+from cam_kernels.ascend.experts import ExpertWeights
+from cam_kernels.ascend.kernels.notify import RAISE_FLAG, WAIT_FLAGS
 from cam_kernels.ascend.launch import NativeLauncher
+from cam_kernels.ascend.paging import PageShape, copy_heads, plan_pages
 from cam_kernels.ascend.window import WindowLayout
+from cam_kernels.reference import expert_ranges
 from tests.ascend.windows import shared_window
 from tests.conformance.case import Case, expert_output, inputs
 from tests.launcher import RankEnv
@@ -130,3 +136,51 @@ def late(env: RankEnv, case: Case, phase: str, key: str) -> tuple[str, tuple[int
     except WaitExpired as error:
         return error.operation, error.late
     return None
+
+
+def expert_weights(case: Case, expert: int) -> tuple[torch.Tensor, ...]:
+    """int8 weights and scales of one global expert, the same on every rank: up, up_scale, down, down_scale."""
+    g = torch.Generator().manual_seed(case.seed * 1000 + expert)
+    hidden, inner = case.hidden, case.hidden // 2
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-127, 128, shape, generator=g, dtype=torch.int8)
+
+    def scale(size: int, fan_in: int) -> torch.Tensor:
+        return (0.5 + torch.rand(size, generator=g)) / (73.0 * fan_in**0.5)
+
+    return whole(hidden, 2 * inner), scale(2 * inner, hidden), whole(inner, hidden), scale(hidden, inner)
+
+
+def moe_layer(env: RankEnv, case: Case, key: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The staged fused_deep_moe."""
+    ranks = make_ranks(env, case, key)
+    mine = inputs(case, env.rank)
+    assert isinstance(mine.x, torch.Tensor)
+    assert mine.topk_weights is not None
+    local = expert_ranges(case.experts, case.world)[env.rank]
+    parts = [torch.stack(part) for part in zip(*(expert_weights(case, e) for e in local), strict=True)]
+    return deep_moe(
+        NativeLauncher(cores=3), ranks, mine.x, mine.topk_idx, mine.topk_weights, ExpertWeights(*parts),
+        active_mask=mine.mask,
+    )  # fmt: skip
+
+
+def page_push(env: RankEnv, source: PageShape, target: PageShape, key: str) -> torch.Tensor:
+    """Rank 0 stores pages of its cache into rank 1's, which waits for the flag. Returns rank 1's cache."""
+    layout = WindowLayout(env.world_size, 1, 1, target.elements * 4, 2, 4, 4, 1)
+    window, launcher = shared_window(env, layout, key), NativeLauncher(cores=2)
+    cache = window.own("dispatch_rows", 0, torch.int16, 4, target.elements)
+    if env.rank == 0:
+        pages = torch.arange(6 * source.elements, dtype=torch.int16).view(6, source.elements)
+        there = int(window.peers("dispatch_rows", 0)[1])
+        plan = plan_pages(source, target, heads=1, from_head=1, to_head=0)
+        copy_heads(launcher, plan, pages.data_ptr(), there, torch.tensor([5, 2]), torch.tensor([0, 3]), 2)
+        launcher.launch(RAISE_FLAG, 1, window.peers("notify_flags", 0)[1:2], 0, 1, 1)
+    else:
+        flag = window.own("notify_flags", 0, torch.int32, 1, 8)
+        arrived, deadline = torch.zeros(1, 8, dtype=torch.int32), time.monotonic() + 30
+        while not int(arrived[0, 0]):
+            assert time.monotonic() < deadline
+            launcher.launch(WAIT_FLAGS, 1, flag, arrived, 1, 1, 1000, FP=64)
+    return cache.clone()

@@ -87,3 +87,18 @@ def test_a_failed_compilation_leaves_nothing_in_the_cache(tmp_path: Path) -> Non
     with pytest.raises(RuntimeError):
         cache.get(content_key("x"), ".so", fail)
     assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.skipif(not toolchain.usable(), reason="runs in `nox -s ascend`")
+def test_the_command_shows_and_checks_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    from cam_kernels.ascend.__main__ import main
+
+    assert main(["tools"]) == 0
+    assert "llvm-19" in capsys.readouterr().out
+    assert main(["check", "raise_flag"]) == 0
+    assert "1 variants for 3 targets, 0 with findings" in capsys.readouterr().out
+    for stage, wanted in (("linalg", "gpu.barrier"), ("portable", "@cam_fence"), ("hivm", "pipe_barrier[<PIPE_ALL>]")):
+        assert main(["show", "push_counts", "--stage", stage]) == 0
+        assert wanted in capsys.readouterr().out
+    assert main(["show", "nothing"]) == 1
+    assert "push_counts" in capsys.readouterr().err
