@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cam_kernels.ascend import linalg, native
+from cam_kernels.ascend import hivm, hivm_native, linalg, native
 from cam_kernels.ascend.cache import ArtefactCache
 from cam_kernels.ascend.errors import LaunchError
 from cam_kernels.ascend.kernel import Constant, Kernel, Variant
@@ -44,10 +44,15 @@ class Launcher(Protocol):
 
 
 class NativeKernel:
-    """A compiled variant, callable for one program id."""
+    """A variant compiled for this CPU, callable for one program id.
 
-    def __init__(self, module: linalg.LinalgModule, library: Path) -> None:
+    final: made from final HIVM and not from linalg IR. The two differ in how a program learns its id: from its last
+    arguments, or from the block index of its core.
+    """
+
+    def __init__(self, module: linalg.LinalgModule, library: Path, *, final: bool = False) -> None:
         self.name = module.entry
+        self._final = final
         self._library = ctypes.CDLL(str(library))
         self._entry = getattr(self._library, module.entry)
         self._entry.restype = None
@@ -57,7 +62,9 @@ class NativeKernel:
         """C arguments for these values: leading ones of the ABI included, grid and program id not."""
         if len(arguments) != len(self.user_types):
             raise LaunchError(f"kernel {self.name} takes {len(self.user_types)} arguments, given {len(arguments)}")
-        packed: list[Any] = _memref(0, 0) * linalg.LEADING_ARGUMENTS
+        # Lock and workspace; before them, in final HIVM, the address that cores synchronise by.
+        packed: list[Any] = [ctypes.c_int64(0)] if self._final else []
+        packed += _memref(0, 0) * linalg.LEADING_ARGUMENTS
         for kind, value in zip(self.user_types, arguments, strict=True):
             if kind.startswith("memref"):
                 if not isinstance(value, torch.Tensor) or not value.is_contiguous() or value.device.type != "cpu":
@@ -71,9 +78,13 @@ class NativeKernel:
 
     def run(self, packed: list[Any], grid: int, program: int) -> None:
         """Run one program id. ctypes lets go of the GIL meanwhile."""
-        self._library.cam_begin_program()
-        ids = [ctypes.c_int32(v) for v in (grid, 1, 1, program, 0, 0)]
-        self._entry(*packed, *ids)
+        sizes = [ctypes.c_int32(v) for v in (grid, 1, 1)]
+        if self._final:
+            self._library.cam_begin_block(ctypes.c_int64(program))
+            self._entry(*packed, *sizes)
+        else:
+            self._library.cam_begin_program()
+            self._entry(*packed, *sizes, *[ctypes.c_int32(v) for v in (program, 0, 0)])
 
 
 def _memref(address: int, elements: int) -> list[Any]:
@@ -90,7 +101,7 @@ class NativeLauncher:
     Libraries are shared by all launchers of the process.
     """
 
-    _loaded: dict[Variant, NativeKernel] = {}  # noqa: RUF012  (a cache for the process, guarded by _lock)
+    _loaded: dict[tuple[Variant, str], NativeKernel] = {}  # noqa: RUF012  (a cache for the process, guarded by _lock)
     _lock = threading.Lock()
 
     def __init__(self, *, cores: int = 4, threads: int = 1, cache: ArtefactCache | None = None) -> None:
@@ -103,11 +114,16 @@ class NativeLauncher:
     def load(self, variant: Variant) -> NativeKernel:
         """Compile a variant, or take it from the process's or the disk's cache."""
         with self._lock:
-            found = self._loaded.get(variant)
+            key = (variant, self._form)
+            found = self._loaded.get(key)
             if found is None:
-                module = linalg.lower(variant, self._cache)
-                found = self._loaded[variant] = NativeKernel(module, native.build(module, self._cache))
+                found = self._loaded[key] = self._compile(linalg.lower(variant, self._cache))
             return found
+
+    _form = "linalg"
+
+    def _compile(self, module: linalg.LinalgModule) -> NativeKernel:
+        return NativeKernel(module, native.build(module, self._cache))
 
     def launch(self, kernel: Kernel, grid: int, *arguments: object, **constants: Constant) -> None:
         """Run all programs of a launch; returns when they have ended."""
@@ -127,6 +143,25 @@ class NativeLauncher:
         """Stop the threads."""
         if self._pool is not None:
             self._pool.shutdown()
+
+
+class HivmLauncher(NativeLauncher):
+    """Runs final HIVM on this CPU: the form that the NPU's compiler ends with, tiles at their addresses in UB.
+
+    target: hivm.A2 or hivm.A3. Cube kernels, whose instructions have no CPU form, run from linalg IR.
+    """
+
+    def __init__(
+        self, *, target: str = hivm.A3, cores: int = 4, threads: int = 1, cache: ArtefactCache | None = None
+    ) -> None:
+        super().__init__(cores=cores, threads=threads, cache=cache)
+        self._form = target
+
+    def _compile(self, module: linalg.LinalgModule) -> NativeKernel:
+        if module.core != "aiv":
+            return super()._compile(module)
+        final = hivm.compile_hivm(module, self._form, self._cache)
+        return NativeKernel(module, hivm_native.build(final, self._cache), final=True)
 
 
 class NpuLauncher:

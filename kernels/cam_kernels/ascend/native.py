@@ -46,8 +46,8 @@ _TO_LLVM_DIALECT = (
     "--reconcile-unrealized-casts",
 )
 # -fp-contract=off: one rounding per multiplication and one per addition, as the kernels and the reference are written.
-_OPT = ("-O2",)
-_LLC = ("-O2", "-filetype=obj", "-relocation-model=pic", "-fp-contract=off")
+OPT = ("-O2",)
+LLC = ("-O2", "-filetype=obj", "-relocation-model=pic", "-fp-contract=off")
 _LINK = ("-O2", "-fPIC", "-shared", "-Wall", "-Werror")
 
 _POINTER_CAST = re.compile(r"hivm\.hir\.pointer_cast\((%\w+)\) \[(%\w+)\] : memref<\?x(\w+)>")
@@ -86,7 +86,7 @@ def build(module: LinalgModule, cache: ArtefactCache | None = None) -> Path:
     tools = [toolchain.llvm(name) for name in ("mlir-opt", "mlir-translate", "opt", "llc")]
     compiler = toolchain.c_compiler()
     text = portable(module)
-    options = (*_TO_LLVM_DIALECT, *_OPT, *_LLC, *_LINK)
+    options = (*_TO_LLVM_DIALECT, *OPT, *LLC, *_LINK)
     key = content_key("native", toolchain.LLVM, *options, _RUNTIME.read_text(), text)
     return (cache or ArtefactCache()).get(key, ".so", lambda: _build(module, text, tools, compiler))
 
@@ -109,19 +109,15 @@ def _build(module: LinalgModule, text: str, tools: list[Path], compiler: Path) -
         (directory / "in.mlir").write_text(text)
         run("mlir-opt", mlir_opt, "in.mlir", *_TO_LLVM_DIALECT, "-o", "llvm.mlir")
         run("mlir-translate", mlir_translate, "--mlir-to-llvmir", "llvm.mlir", "-o", "kernel.ll")
-        ir = (directory / "kernel.ll").read_text()
-        # All pointer casts are one C function whatever their element type.
-        (directory / "kernel.ll").write_text(
-            re.sub(r"@_mlir_ciface_cam_pointer_cast_\w+", "@_mlir_ciface_cam_pointer_cast", _one_declaration(ir))
-        )
-        run("opt", opt, *_OPT, "kernel.ll", "-o", "kernel.bc")
-        run("llc", llc, *_LLC, "kernel.bc", "-o", "kernel.o")
+        (directory / "kernel.ll").write_text(one_pointer_cast((directory / "kernel.ll").read_text()))
+        run("opt", opt, *OPT, "kernel.ll", "-o", "kernel.bc")
+        run("llc", llc, *LLC, "kernel.bc", "-o", "kernel.o")
         run("linking", compiler, *_LINK, "kernel.o", _RUNTIME, "-lm", "-o", "kernel.so")
         return (directory / "kernel.so").read_bytes()
 
 
-def _one_declaration(ir: str) -> str:
-    """Keep only the first declaration among the pointer casts, which the caller gives one name."""
+def one_pointer_cast(ir: str) -> str:
+    """LLVM IR in which all pointer casts call one C function, whatever their element type."""
     seen = False
     kept = []
     for line in ir.splitlines():
@@ -129,5 +125,5 @@ def _one_declaration(ir: str) -> str:
             if seen:
                 continue
             seen = True
-        kept.append(line)
+        kept.append(re.sub(r"@_mlir_ciface_cam_pointer_cast_\w+", "@_mlir_ciface_cam_pointer_cast", line))
     return "\n".join(kept) + "\n"

@@ -91,6 +91,16 @@ def c_compiler() -> Path:
     raise MissingTool("cc", "nothing", "any C compiler", "apt-get install gcc")
 
 
+@functools.cache
+def cxx_compiler() -> Path:
+    """The C++ compiler for the instructions of final HIVM."""
+    for name in ("c++", "g++", "clang++"):
+        found = shutil.which(name)
+        if found:
+            return Path(found)
+    raise MissingTool("c++", "nothing", "any C++17 compiler", "apt-get install g++")
+
+
 @dataclass(frozen=True)
 class ToolStatus:
     """One line of `cam doctor`: a tool, where it is or why it is not usable."""
@@ -121,6 +131,7 @@ def report() -> tuple[ToolStatus, ...]:
         probe("bishengir-compile-a5", bishengir, "bishengir-compile-a5"),
         *(probe(name, llvm, name) for name in ("mlir-opt", "mlir-translate", "opt", "llc")),
         probe("cc", c_compiler),
+        probe("c++", cxx_compiler),
         ToolStatus(
             "hivmc", hivmc is not None, hivmc or "not on PATH: it is part of CANN, and only machines with NPUs need it"
         ),
