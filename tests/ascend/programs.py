@@ -15,7 +15,7 @@ from cam_kernels.ascend.errors import ParametersDiffer, WaitExpired
 from cam_kernels.ascend.expert_parallel import ExpertParallel
 from cam_kernels.ascend.experts import ExpertWeights
 from cam_kernels.ascend.kernels.notify import RAISE_FLAG, WAIT_FLAGS
-from cam_kernels.ascend.launch import NativeLauncher
+from cam_kernels.ascend.launch import HivmLauncher, NativeLauncher
 from cam_kernels.ascend.paging import PageShape, copy_heads, plan_pages
 from cam_kernels.ascend.window import WindowLayout
 from cam_kernels.reference import expert_ranges
@@ -26,8 +26,22 @@ from tests.launcher import RankEnv
 Seen = dict[str, Any]
 
 
+def make_launcher(form: str, cores: int = 3, threads: int = 1) -> NativeLauncher:
+    """form: "linalg", or a target, for its final HIVM."""
+    if form == "linalg":
+        return NativeLauncher(cores=cores, threads=threads)
+    return HivmLauncher(target=form, cores=cores, threads=threads)
+
+
 def make_ranks(
-    env: RankEnv, case: Case, key: str, *, cores: int = 3, threads: int = 1, timeout_s: float = 30.0
+    env: RankEnv,
+    case: Case,
+    key: str,
+    *,
+    cores: int = 3,
+    threads: int = 1,
+    timeout_s: float = 30.0,
+    form: str = "linalg",
 ) -> ExpertParallel:
     """A window that just holds the case, and the rank's side of it."""
     slots = sum(case.tokens) * case.topk
@@ -42,7 +56,7 @@ def make_ranks(
         blocks=2,
     )
     return ExpertParallel(
-        NativeLauncher(cores=cores, threads=threads),
+        make_launcher(form, cores, threads),
         shared_window(env, layout, key),
         env.rank,
         alignment=case.alignment,
@@ -50,11 +64,13 @@ def make_ranks(
     )
 
 
-def forward(env: RankEnv, cases: list[Case], key: str, cores: int = 3, threads: int = 1) -> list[Seen]:
+def forward(
+    env: RankEnv, cases: list[Case], key: str, form: str = "linalg", cores: int = 3, threads: int = 1
+) -> list[Seen]:
     """Dispatch and two combines of every case, as tests.conformance.programs.forward sees them."""
     everything = []
     for number, case in enumerate(cases):
-        ranks = make_ranks(env, case, f"{key}/{number}", cores=cores, threads=threads)
+        ranks = make_ranks(env, case, f"{key}/{number}", form=form, cores=cores, threads=threads)
         everything.append(forward_once(ranks, case, env.rank))
     return everything
 
@@ -152,16 +168,16 @@ def expert_weights(case: Case, expert: int) -> tuple[torch.Tensor, ...]:
     return whole(hidden, 2 * inner), scale(2 * inner, hidden), whole(inner, hidden), scale(hidden, inner)
 
 
-def moe_layer(env: RankEnv, case: Case, key: str) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_layer(env: RankEnv, case: Case, form: str, key: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The staged fused_deep_moe."""
-    ranks = make_ranks(env, case, key)
+    ranks = make_ranks(env, case, key, form=form)
     mine = inputs(case, env.rank)
     assert isinstance(mine.x, torch.Tensor)
     assert mine.topk_weights is not None
     local = expert_ranges(case.experts, case.world)[env.rank]
     parts = [torch.stack(part) for part in zip(*(expert_weights(case, e) for e in local), strict=True)]
     return deep_moe(
-        NativeLauncher(cores=3), ranks, mine.x, mine.topk_idx, mine.topk_weights, ExpertWeights(*parts),
+        make_launcher(form), ranks, mine.x, mine.topk_idx, mine.topk_weights, ExpertWeights(*parts),
         active_mask=mine.mask,
     )  # fmt: skip
 

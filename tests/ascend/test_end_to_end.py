@@ -1,4 +1,4 @@
-"""Whole dispatches and combines: real processes, shared windows, kernels run from their Ascend IR, against the golden.
+"""Whole dispatches and combines in real processes over shared windows, from Ascend IR and from final HIVM.
 
 The cases and the golden are those of the conformance suite; what these kernels do not have (rank layout, fp8, float64)
 is left out, as are cases beyond the limits that they declare.
@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cam_kernels.ascend import hivm
 from cam_kernels.ascend.paging import PageShape
 from tests.ascend import programs
 from tests.conformance import golden
@@ -34,17 +35,22 @@ def check_seen(case: Case, everything: list[programs.Seen]) -> None:
         golden.same_bits(seen["out_again"], plain[rank], f"rank {rank}: combine without weights")
 
 
-def check(*cases: Case, **options: int) -> None:
+def check(*cases: Case, form: str = "linalg", cores: int = 3, threads: int = 1) -> None:
     with Ranks(cases[0].world, group=False, deadline=120) as ranks:
-        by_rank = ranks.run(programs.forward, list(cases), key(), *options.values())
+        by_rank = ranks.run(programs.forward, list(cases), key(), form, cores, threads)
     for number, case in enumerate(cases):
         check_seen(case, [seen[number] for seen in by_rank])
 
 
+in_forms = pytest.mark.parametrize("form", ["linalg", hivm.A2, hivm.A3])
+
+
+@in_forms
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-def test_worlds_and_dtypes(world: int) -> None:
+def test_worlds_and_dtypes(world: int, form: str) -> None:
     base = Case(TOKENS[:world], hidden=40, experts=10, topk=3, bias=True)
-    check(*(replace(base, dtype=dtype) for dtype in DTYPES), replace(base, hidden=257, masks=True, bias=False, seed=1))
+    odd = replace(base, hidden=257, masks=True, bias=False, seed=1)
+    check(*(replace(base, dtype=dtype) for dtype in DTYPES), odd, form=form)
 
 
 @pytest.mark.parametrize("hidden", [1, 7, 31, 32, 33, 128, 300])
@@ -53,10 +59,11 @@ def test_every_kind_of_hidden(hidden: int) -> None:
     check(base, replace(base, dtype=torch.float32), replace(base, quant="int8"))
 
 
-def test_wide_rows_in_several_tiles() -> None:
+@in_forms
+def test_wide_rows_in_several_tiles(form: str) -> None:
     """8192 elements do not fit one tile of the quantising and the summing kernel."""
     base = Case((5, 3), hidden=8192, experts=16, topk=8, routing="distinct")
-    check(base, replace(base, quant="int8"), replace(base, hidden=7168))
+    check(base, replace(base, quant="int8"), replace(base, hidden=7168), form=form)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -65,10 +72,11 @@ def test_routings(routing: str) -> None:
     check(base, replace(base, experts=10, masks=True), replace(base, experts=3), replace(base, experts=1))
 
 
+@in_forms
 @pytest.mark.parametrize("alignment", [2, 8, 128])
-def test_alignment(alignment: int) -> None:
+def test_alignment(alignment: int, form: str) -> None:
     base = Case((6, 0, 11), experts=7, topk=3, alignment=alignment)
-    check(base, replace(base, quant="int8"), replace(base, weights=False))
+    check(base, replace(base, quant="int8"), replace(base, weights=False), form=form)
 
 
 def test_rows_that_are_quantised_already() -> None:
@@ -89,8 +97,9 @@ def test_combine_takes_another_hidden_and_dtype() -> None:
     )
 
 
-def test_the_limits_of_the_kernels() -> None:
-    check(Case((9, 4), experts=512, topk=16, routing="distinct"))
+@in_forms
+def test_the_limits_of_the_kernels(form: str) -> None:
+    check(Case((9, 4), experts=512, topk=16, routing="distinct"), form=form)
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (5, 1), (4, 3)])
@@ -148,8 +157,9 @@ def through_int8(rows: torch.Tensor) -> torch.Tensor:
     return golden.reference.dequant_int8(*golden.reference.quant_int8(rows)).double()
 
 
+@in_forms
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_whole_int8_moe_layer(dtype: torch.dtype) -> None:
+def test_a_whole_int8_moe_layer(dtype: torch.dtype, form: str) -> None:
     """Against a layer that quantises at the same two places and computes the rest in float64.
 
     What remains is the last bit of exp(), which can move one int8 of the middle: far below CAM's rule of 1 % mean
@@ -157,7 +167,7 @@ def test_a_whole_int8_moe_layer(dtype: torch.dtype) -> None:
     """
     case = Case((6, 9, 4), hidden=64, experts=5, topk=3, dtype=dtype, routing="distinct", masks=True)
     with Ranks(3, group=False) as ranks:
-        by_rank = ranks.run(programs.moe_layer, case, key())
+        by_rank = ranks.run(programs.moe_layer, case, form, key())
     experts = [programs.expert_weights(case, expert) for expert in range(case.experts)]
 
     def expert_fn(expert: int, rows: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ _SYNC = re.compile(r"hivm\.hir\.(set|wait)_flag\[<PIPE_(\w+)>, <PIPE_(\w+)>")
 # operands (MTE2 -> MTE1) and gives both buffers back (MTE1 -> MTE2).
 _MACRO_SYNC = {"mma_tile": (("MTE2 -> MTE1", -2), ("MTE1 -> MTE2", 2))}
 _SIZES = re.compile(r"sizes: \[([^\]]*)\]")
-_UB_CAST = re.compile(r"hivm\.hir\.pointer_cast\((%[\w-]+)\).* : memref<([^,>]+), #hivm\.address_space<ub>>")
+_UB_CAST = re.compile(r"hivm\.hir\.pointer_cast\((%[^)]+)\).* : memref<([^,>]+), #hivm\.address_space<ub>>")
 _CONSTANT = re.compile(r"^(%[\w-]+) = (?:arith\.constant (-?\d+) : i64|llvm\.mlir\.constant\((-?\d+) : i64\))")
 _UB_SIZE = re.compile(r'"UB_SIZE", (\d+)')
 _ELEMENT_BITS = {"bf16": 16, "f16": 16, "f32": 32, "i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64}
@@ -351,12 +351,13 @@ def _unified_buffer(text: str) -> tuple[int, int, int]:
         if constant:
             constants[constant.group(1)] = int(constant.group(2) or constant.group(3))
         cast = _UB_CAST.search(stripped)
-        if cast and cast.group(1) in constants:
+        addresses = [constants[name] for name in cast.group(1).split(", ") if name in constants] if cast else []
+        if cast and addresses:
             *sizes, element = cast.group(2).split("x")
             bits = _ELEMENT_BITS.get(element, 64)
             for size in sizes:
                 bits *= int(size) if size.isdigit() else 1
-            end = constants[cast.group(1)] + -(-bits // 8)
+            end = max(addresses) + -(-bits // 8)
             if end > highest:
                 highest, where = end, number
     return highest, int(limit.group(1)) // 8 if limit else 0, where

@@ -55,24 +55,32 @@ _BITCAST = re.compile(
 )
 
 
-def _bitcast(match: re.Match[str]) -> str:
-    """The same memory as elements of another type. Its layout has no offset, or the pattern does not match."""
-    name, size, element, stride = match["result"], match["size"], match["element"], match["stride"]
-    layout = f", strided<[{stride}]>" if stride else ""
-    lines = (
-        f"%address_{name} = memref.extract_aligned_pointer_as_index {match['source']} : {match['type']} -> index",
-        f"%word_{name} = arith.index_cast %address_{name} : index to i64",
-        f"%size_{name} = arith.constant {int(size) * int(stride or 1)} : index",
-        (
-            f"%any_{name} = func.call @cam_pointer_cast_{element}(%word_{name}, %size_{name}) : (i64, index)"
-            f" -> memref<?x{element}>"
-        ),
-        (
-            f"%{name} = memref.reinterpret_cast %any_{name} to offset: [0], sizes: [{size}], strides: [{stride or 1}]"
-            f" : memref<?x{element}> to memref<{size}x{element}{layout}>"
-        ),
-    )
-    return "".join(f"\n{match['indent']}{line}" for line in lines)
+def _bitcasts(body: str) -> tuple[str, list[str]]:
+    """Replace hivm.hir.bitcast, the same memory as elements of another type; also returns the source types.
+
+    The address goes through C: upstream's extract_aligned_pointer_as_index forgets the shift of a memref.view.
+    """
+    types: list[str] = []
+
+    def replace(match: re.Match[str]) -> str:
+        name, size, element, stride = match["result"], match["size"], match["element"], match["stride"]
+        if match["type"] not in types:
+            types.append(match["type"])
+        result = f"memref<{size}x{element}" + (f", strided<[{stride}]>>" if stride else ">")
+        address = f"func.call @cam_address_{types.index(match['type'])}({match['source']}) : ({match['type']}) -> i64"
+        cast = (
+            f"func.call @cam_pointer_cast_{element}(%word_{name}, %size_{name}) : (i64, index) -> memref<?x{element}>"
+        )
+        shape = f"to offset: [0], sizes: [{size}], strides: [{stride or 1}]"
+        lines = (
+            f"%word_{name} = {address}",
+            f"%size_{name} = arith.constant {int(size) * int(stride or 1)} : index",
+            f"%any_{name} = {cast}",
+            f"%{name} = memref.reinterpret_cast %any_{name} {shape} : memref<?x{element}> to {result}",
+        )
+        return "".join(f"\n{match['indent']}{line}" for line in lines)
+
+    return _BITCAST.sub(replace, body), types
 
 
 def portable(module: HivmModule) -> str:
@@ -92,7 +100,8 @@ def portable(module: HivmModule) -> str:
     body = re.sub(r" \{(?:hivm|pipeline)\.[^{}]*\}", "", body)
     ub = _unified_buffer_bytes(module.text)
     body = re.sub(
-        r"\n(\s*)%(\w+) = hivm\.hir\.pointer_cast\((%[\w-]+)\) : (memref<[^\n]*>)",
+        # A second address is that of the other half of a double buffer which nothing alternates with.
+        r"\n(\s*)%(\w+) = hivm\.hir\.pointer_cast\((%[\w-]+)(?:, %[\w-]+)*\) : (memref<[^\n]*>)",
         rf"\n\1%at_\2 = arith.index_cast \3 : i64 to index"
         rf"\n\1%\2 = memref.view %cam_ub[%at_\2][] : memref<{ub}xi8> to \4",
         body,
@@ -102,7 +111,7 @@ def portable(module: HivmModule) -> str:
         r"func.call @cam_pointer_cast_\3(\1, \2) : (i64, index) -> memref<?x\3>",
         body,
     )
-    body = _BITCAST.sub(_bitcast, body)
+    body, bitcast_types = _bitcasts(body)
     unknown = sorted(set(re.findall(r"\b(?:hivm|hacc|annotation)\.[\w.]+", body)))
     if unknown:
         raise CompileFailed(module.kernel, "making HIVM portable", f"no CPU form is known for {unknown}", module.text)
@@ -114,6 +123,7 @@ def portable(module: HivmModule) -> str:
         "  func.func private @cam_fence()",
         "  func.func private @cam_block_index() -> i64",
         *(f"  func.func private @cam_pointer_cast_{e}(i64, index) -> memref<?x{e}>{interface}" for e in elements),
+        *(f"  func.func private @cam_address_{n}({t}) -> i64{interface}" for n, t in enumerate(bitcast_types)),
         *(f"  func.func private @{n}({a}){interface}" for n, a in _PRIVATE.findall(text) if n in used),
     ]
     arguments = re.sub(r" \{[^{}]*\}", "", entry.group(2))
@@ -127,6 +137,10 @@ def instructions(text: str) -> str:
     """C++ that gives every declared instruction its symbol. `text` is what portable() returned."""
     source = ['#include "hivm_runtime.h"', "using namespace hivm;", 'extern "C" {']
     for name, arguments in _PRIVATE.findall(text):
+        if name.startswith("cam_address_"):
+            size = {"f32": 4, "i32": 4}[re.findall(r"x(\w+)", arguments)[0]]
+            body = f"return int64_t(a->aligned) + a->offset * {size};"
+            source.append(f"int64_t _mlir_ciface_{name}(Memref *a) {{ {body} }}")
         if name.startswith("cam_"):
             continue
         kinds = re.findall(r"memref<(?:[^<>]|<[^<>]*>)*>|\w+", arguments)
