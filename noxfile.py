@@ -31,6 +31,27 @@ def tests(session: nox.Session, torch: str) -> None:
 
 
 @nox.session
+def ascend(session: nox.Session) -> None:
+    """The Ascend kernels from their Ascend IR, and their HIVM. Needs Debian's mlir-19-tools and llvm-19.
+
+    An environment of its own: triton-ascend owns the import name `triton`. Versions as in cam_kernels.ascend.toolchain.
+    """
+    session.install("torch==2.13.0", "numpy==1.26.4", "pybind11", "setuptools", "attrs")
+    session.install("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0")
+    session.install("./kernels", "pytest>=8", "pytest-timeout", "hypothesis")
+    session.run("python", "-m", "pytest", "tests/ascend", *session.posargs)
+
+
+@nox.session
+def npu(session: nox.Session) -> None:
+    """The NPU backend of core against torch_npu's schemas and Meta kernels. The wheel is read, never installed."""
+    install(session, "torch==2.13.0")
+    if not list(ROOT.glob("build/torch_npu/torch_npu-2.13.0-*.whl")):
+        session.run("python", "-m", "pip", "download", "--no-deps", "-d", "build/torch_npu", "torch_npu==2.13.0")
+    session.run("python", "-m", "pytest", "tests/npu", *session.posargs)
+
+
+@nox.session
 def wheels(session: nox.Session) -> None:
     """Wheels of all distributions, into dist/."""
     session.install("build")

@@ -45,6 +45,7 @@ def init(
     with registry.reserve(settings.name) as reservation:
         rendezvous = _rendezvous(process_group, store, rank, world_size, settings.name, deadline)
         joined = _join(rendezvous, settings, deadline)
+        joined.process_group = process_group
         reservation.keep(joined)
     return joined
 
