@@ -8,6 +8,7 @@ miss, wherever they come from: a misspelt CAM_TIMOUT_S that is silently ignored 
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -137,10 +138,18 @@ def _refuse_unknown(keys: Iterable[object], kind: str) -> None:
 
 def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
     allowed = [_FILE_VARIABLE, *map(_variable, Config.model_fields)]
-    for name in environment:
-        # Case-insensitive, as pydantic-settings reads them.
-        if name.upper().startswith(_PREFIX) and name.upper() not in allowed:
+    # Case-insensitive, as pydantic-settings reads them.
+    unknown = [name for name in environment if name.upper().startswith(_PREFIX) and name.upper() not in allowed]
+    if unknown:
+        allowed += _variables_of_other_distributions()
+    for name in unknown:
+        if name.upper() not in allowed:
             raise ConfigError(f"unknown environment variable {name}{_near_miss(name.upper(), allowed)}")
+
+
+def _variables_of_other_distributions() -> list[str]:
+    """CAM_* variables that installed adapters read, announced as entry points of the group cam.variables."""
+    return [point.name for point in entry_points(group="cam.variables")]
 
 
 def _near_miss(key: str, allowed: list[str]) -> str:
