@@ -65,6 +65,13 @@ class Config(BaseSettings):
     """Calls that move more bytes than this write around the caches: the receiver reads them later anyway, and
     a normal store would first read each line that it overwrites."""
 
+    collective_algorithm: Literal["auto", "flat", "direct"] = "auto"
+    """How reductions are done. flat: every rank reduces everything, in one round. direct: each rank reduces its
+    share and the others fetch it. The same on all ranks."""
+
+    collective_piece: Annotated[ByteSize, Field(ge=0)] = ByteSize(0)
+    """Bytes of a tensor that a rank stages for its peers at once; 0 means chosen. The same on all ranks."""
+
     def __init__(self, **fields: Any) -> None:
         _refuse_unknown(fields, "argument")
         try:
