@@ -7,7 +7,8 @@ teaches it two things (patches):
     "expert_parallel": {"comm_backend": "cam", ...}     AutoEP does
 
 `deepspeed.init_distributed(dist_backend="cam")` needs nothing of this package: the backend is cam's own.
-CAM_DEEPSPEED=1, or `cam_deepspeed.use_cam()`, makes it DeepSpeed's default.
+CAM_DEEPSPEED=1, or `cam_deepspeed.use_cam()`, makes it DeepSpeed's default. CAM_DEEPSPEED=backend,moe also makes MoE
+layers CAM's where the configuration says nothing about them.
 
 Importing this package imports neither torch nor DeepSpeed.
 """

@@ -39,9 +39,7 @@ def convert_autoep(model: nn.Module, group: Mapping[str, Any]) -> int:
 
     group: fields of cam.Config. Before DeepSpeed gives the layers their expert-parallel group.
     """
-    layers = [
-        layer for layer in model.modules() if isinstance(layer, AutoEPMoELayer) and layer.comm_backend == BACKEND
-    ]
+    layers = [layer for layer in model.modules() if isinstance(layer, AutoEPMoELayer) and layer.comm_backend == BACKEND]
     for layer in layers:
         layer.__class__ = CamAutoEPMoELayer
         # AutoEP's forward has one place for a transport that multiplies tokens and adds rows up by itself, where it

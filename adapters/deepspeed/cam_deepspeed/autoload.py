@@ -16,6 +16,7 @@ from types import ModuleType
 
 TARGET = "deepspeed.runtime.engine"
 VARIABLE = "CAM_DEEPSPEED"
+CHOICES = frozenset({"backend", "moe"})
 
 
 class _Finder(MetaPathFinder):
@@ -50,19 +51,27 @@ def autoload() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def _loaded() -> None:
-    wanted = os.environ.get(VARIABLE, "").strip()
-    if wanted not in ("", "0", "1"):
+def wanted() -> frozenset[str]:
+    """What CAM_DEEPSPEED asks for in programs that do not ask themselves: "backend", "moe". Raises ConfigError."""
+    text = os.environ.get(VARIABLE, "").strip()
+    spelt_out = {"0": "", "1": "backend"}.get(text, text)
+    chosen = frozenset(part for each in spelt_out.split(",") if (part := each.strip()))
+    if chosen - CHOICES:
         from cam.errors import ConfigError
 
-        raise ConfigError(f"{VARIABLE} must be 1, 0 or unset, got {wanted!r}")
+        raise ConfigError(f"{VARIABLE} must be 1, 0 or of {', '.join(sorted(CHOICES))}; got {text!r}")
+    return chosen
+
+
+def _loaded() -> None:
+    chosen = wanted()
     patches = importlib.import_module("cam_deepspeed.patches")
     try:
         patches.install()
     except patches.TargetChanged as error:
-        if wanted == "1":
+        if chosen:
             raise
         # Whoever has only installed this package must still be able to use DeepSpeed.
         warnings.warn(f"DeepSpeed runs without cam's MoE: {error}", RuntimeWarning, stacklevel=2)
-    if wanted == "1":
+    if "backend" in chosen:
         importlib.import_module("cam_deepspeed.default_backend").use_cam()

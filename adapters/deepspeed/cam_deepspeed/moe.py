@@ -1,12 +1,14 @@
 """deepspeed.moe.layer.MoE with CAM's dispatch and combine.
 
-DeepSpeed's layer fills a buffer [experts, capacity, hidden], mostly with padding, and sends all of it. Here each token's
-row goes straight to its experts, so that only rows that were routed travel: without token dropping nothing is padded to
-the fullest expert of any rank (nor is that agreed on), and with it the gate's decision who is dropped stands, because
-dropping is the gate's work and it is asked as before. l_aux, exp_counts, k, noise, RTS and used_token are the gate's.
+DeepSpeed's layer fills a buffer [experts, capacity, hidden], mostly with padding, and sends all of it. Here each
+token's row goes straight to its experts, so that only rows that were routed travel: without token dropping nothing is
+padded to the fullest expert of any rank (nor is that agreed on), and with it the gate's decision who is dropped stands,
+because dropping is the gate's work and it is asked as before. l_aux, exp_counts, k, noise, random token selection and
+used_token are the gate's as well.
 
-What differs, by intention: experts see no padding rows, which only matters to experts that mix rows (batch norm); a rank
-may have no tokens at all, and then has l_aux 0 instead of NaN.
+What differs, by intention: experts see no padding rows, which only matters to experts that mix rows (batch norm); ranks
+may have different numbers of tokens, where DeepSpeed's all-to-all needs equal ones with dropping and with k = 1, or
+none at all: l_aux is then 0, not NaN.
 """
 
 from collections.abc import Iterator, Mapping
@@ -75,14 +77,14 @@ class CamMOELayer(MOELayer):
             expert_group(ep_group, self._cam_fields), num_experts=self.ep_size * self.num_local_experts
         )
 
-    def forward(self, *input: Tensor, **kwargs: Any) -> Tensor:
-        """input: hidden states [..., H] and used_token ([tokens] or None). Collective over the expert-parallel ranks,
-        each with any number of tokens. Sets l_aux and exp_counts. Returns the same shape."""
-        if kwargs:
-            raise InputError(f"MOELayer.forward takes no keyword arguments, got {', '.join(kwargs)}")
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
+        """hidden_states: [..., H], any number of tokens; used_token: [tokens], 0 = the gate shall leave it out.
+
+        Collective over the expert-parallel ranks. Sets l_aux (scalar) and exp_counts (int64 [E], this rank's choices
+        before dropping). Returns hidden_states' shape.
+        """
         if self.ep_group is None:
             raise InputError("this MoE layer has no expert-parallel group yet: call deepspeed.initialize first")
-        hidden_states, used_token = input
         with self._timed(MOE_TIMER, "time_moe"):
             x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
             idx_TK, weights_TK = self._route(x_TH, used_token)
@@ -144,7 +146,7 @@ class CamMOELayer(MOELayer):
 
 
 def _share(x_TH: Tensor, idx_TK: Tensor, weights_TK: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """This tensor-parallel rank's 1/ranks of the tokens; the last share is filled up with tokens that select nothing."""
+    """This tensor-parallel rank's 1/ranks of the tokens; the last share is filled up with tokens that go nowhere."""
     missing = -x_TH.shape[0] % ranks
 
     def share(tensor: Tensor, filling: float) -> Tensor:

@@ -3,7 +3,7 @@
 1. deepspeed.module_inject.auto_ep_config.validate_autoep_config
    What: accepts comm_backend "cam", after checking that nothing else asks for what cam would ignore.
    Why: the names are a tuple inside the function; there is no registry of transports.
-   Upstream: no issue filed; deepspeedai/DeepSpeed's auto_ep_comm.py brought the second transport, "deepep", the same way.
+   Upstream: no issue filed; "deepep", the second transport, came as another name in that tuple.
 
 2. deepspeed.runtime.engine.DeepSpeedEngine._configure_distributed_model
    What: before it gives MoE layers their process groups, those that the configuration names are made CAM's.
@@ -21,6 +21,8 @@ import inspect
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
+
+from cam_deepspeed.autoload import wanted
 
 SERIES = "0.19."
 _MARK = "_cam_deepspeed"
@@ -43,7 +45,8 @@ def install() -> None:
     _check(auto_ep_layer.AutoEPMoELayer._deepep_route, ["self", "tokens", "ro"])
     _check_names(auto_ep_layer.AutoEPMoELayer._forward, {"comm_backend", "DEEPEP_BACKEND", "_deepep_route"})
     _check_names(
-        engine.DeepSpeedEngine._configure_expert_parallel, {"validate_autoep_config", "deepspeed.module_inject.auto_ep_config"}
+        engine.DeepSpeedEngine._configure_expert_parallel,
+        {"validate_autoep_config", "deepspeed.module_inject.auto_ep_config"},
     )
     auto_ep_config.validate_autoep_config = _validating(auto_ep_config.validate_autoep_config)
     engine.DeepSpeedEngine._configure_distributed_model = _configuring(
@@ -70,7 +73,7 @@ def _configuring(original: Callable[..., None]) -> Callable[..., None]:
     def _configure_distributed_model(self: Any, model: Any) -> None:
         autoep = self._config.expert_parallel_config
         with_autoep = autoep is not None and autoep.enabled and autoep.comm_backend == "cam"
-        if with_autoep or "cam" in self._config._param_dict:
+        if with_autoep or "cam" in self._config._param_dict or wanted():
             _convert(model, self._config._param_dict, with_autoep)
         original(self, model)
 
@@ -87,10 +90,12 @@ def _convert(model: Any, config: dict[str, Any], with_autoep: bool) -> None:
         from cam_deepspeed.autoep import convert_autoep
 
         convert_autoep(model, settings.group)
-    if settings.moe:
+    # CAM_DEEPSPEED speaks for programs that say nothing themselves, whether they have such layers or not.
+    by_variable = "moe" in wanted() and "moe" not in config.get("cam", {})
+    if settings.moe or by_variable:
         from cam_deepspeed.moe import convert_moe
 
-        if not convert_moe(model, settings.group):
+        if not convert_moe(model, settings.group) and not by_variable:
             raise ConfigError(
                 '"cam": {"moe": true}, but the model has no deepspeed.moe.layer.MoE. (For models that AutoEP converts: '
                 '"expert_parallel": {"comm_backend": "cam"})'

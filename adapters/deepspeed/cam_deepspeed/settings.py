@@ -12,7 +12,7 @@ SECTION = "cam"
 
 @dataclass(frozen=True)
 class Settings:
-    """"cam": {"moe": true, "group": {"window_limit": "4GB"}}
+    """For example: "cam": {"moe": true, "group": {"window_limit": "4GB"}}
 
     moe: deepspeed.moe.layer.MoE layers dispatch and combine with cam.ep.
     group: fields of cam.Config for the groups of expert-parallel ranks; CAM_* variables fill in what is missing.

@@ -23,12 +23,16 @@ def variables() -> dict[str, str]:
     }
 
 
-def prepare() -> None:
+def prepare(work: Path | None = None) -> None:
     """Builds deepspeed_shm_comm unless it is there; the first init_distributed on a CPU would do it otherwise.
+
+    work: given by ci's suite runner, whose pytest processes then inherit the variables.
 
     A build that was killed leaves a file `lock` behind, for which torch's loader then waits for ever. Only one process
     builds here, so the file means just that.
     """
+    if work is not None:
+        os.environ.update(variables())
     environment = os.environ | variables()
     folder = Path(environment["TORCH_EXTENSIONS_DIR"]) / "deepspeed_shm_comm"
     folder.parent.mkdir(parents=True, exist_ok=True)

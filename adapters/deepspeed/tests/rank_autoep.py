@@ -93,7 +93,7 @@ def engine_of(case: Case) -> Any:
 
 
 def train_once(env: RankEnv, folder: str, case: Case) -> dict[str, Any]:
-    """One forward and backward: out, loss, x_grad, and what the engine makes of the gradients, experts first to last."""
+    """One forward and backward: out, loss, x_grad, and the engine's gradients with the first expert they are of."""
     with deepspeed_world(env, folder):
         from deepspeed.utils import safe_get_full_grad
 

@@ -38,7 +38,8 @@ print("cam.ep" in sys.modules)
     [
         ("", {}, "gloo cpu True"),
         ("", {"CAM_DEEPSPEED": "1"}, "cam cpu True"),
-        ("import torch", {"CAM_DEEPSPEED": "1"}, "cam cpu True"),
+        ("import torch", {"CAM_DEEPSPEED": "backend, moe"}, "cam cpu True"),
+        ("", {"CAM_DEEPSPEED": "moe"}, "gloo cpu True"),
         ("import cam_deepspeed", {"CAM_DEEPSPEED": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "cam cpu True"),
         ("import deepspeed, cam_deepspeed", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "gloo cpu True"),
     ],
@@ -52,7 +53,7 @@ def test_deepspeed_is_patched_whoever_is_imported_first(first: str, environment:
 def test_a_wrong_value_is_refused() -> None:
     done = python("import deepspeed", CAM_DEEPSPEED="yes")
     assert done.returncode != 0
-    assert "CAM_DEEPSPEED must be 1, 0 or unset, got 'yes'" in done.stderr
+    assert "CAM_DEEPSPEED must be 1, 0 or of backend, moe; got 'yes'" in done.stderr
 
 
 CHANGED = """

@@ -28,7 +28,9 @@ def train(tmp_path: Path, case: Case, name: str) -> list[dict[str, Any]]:
 def assert_equal(mine: list[dict[str, Any]], truth: list[dict[str, Any]], bounds: dict[str, float]) -> None:
     for rank, (one, other) in enumerate(zip(mine, truth, strict=True)):
         for key in RESULTS:
-            torch.testing.assert_close(one[key], other[key], **bounds, msg=lambda m, k=key, r=rank: f"rank {r} {k}: {m}")
+            torch.testing.assert_close(
+                one[key], other[key], **bounds, msg=lambda m, k=key, r=rank: f"rank {r} {k}: {m}"
+            )
     # An expert's gradient is on the ranks that have it; every rank that has it must agree.
     everywhere = {name: gradient for each in truth for name, gradient in each["grads"].items()}
     for rank, each in enumerate(mine):

@@ -27,9 +27,7 @@ def train(tmp_path: Path, case: Case, ranks: int, function: Any = rank_training.
 def test_zero_equals_gloo_bit_for_bit_on_two_ranks(tmp_path: Path, stage: int, dtype: torch.dtype) -> None:
     """Two numbers have one sum, whoever adds them."""
     case = Case("cam", stage, dtype)
-    for mine, truth in zip(
-        train(tmp_path, case, 2), train(tmp_path, replace(case, backend="gloo"), 2), strict=True
-    ):
+    for mine, truth in zip(train(tmp_path, case, 2), train(tmp_path, replace(case, backend="gloo"), 2), strict=True):
         assert (mine["backend"], truth["backend"]) == ("cam", "gloo")
         assert mine["losses"] == truth["losses"]
         for name, parameter in mine["parameters"].items():
@@ -40,9 +38,7 @@ def test_zero_equals_gloo_bit_for_bit_on_two_ranks(tmp_path: Path, stage: int, d
 def test_moe_equals_gloo_bit_for_bit_on_two_ranks(tmp_path: Path, stage: int) -> None:
     dtype = torch.float32 if stage == 0 else torch.bfloat16
     case = Case("cam", stage, dtype, moe=True)
-    for mine, truth in zip(
-        train(tmp_path, case, 2), train(tmp_path, replace(case, backend="gloo"), 2), strict=True
-    ):
+    for mine, truth in zip(train(tmp_path, case, 2), train(tmp_path, replace(case, backend="gloo"), 2), strict=True):
         assert mine["losses"] == truth["losses"]
         for name, parameter in mine["parameters"].items():
             assert torch.equal(parameter, truth["parameters"][name]), name
@@ -51,9 +47,7 @@ def test_moe_equals_gloo_bit_for_bit_on_two_ranks(tmp_path: Path, stage: int) ->
 @pytest.mark.parametrize("stage", [1, 3])
 def test_zero_equals_gloo_on_four_ranks(tmp_path: Path, stage: int) -> None:
     case = Case("cam", stage)
-    for mine, truth in zip(
-        train(tmp_path, case, 4), train(tmp_path, replace(case, backend="gloo"), 4), strict=True
-    ):
+    for mine, truth in zip(train(tmp_path, case, 4), train(tmp_path, replace(case, backend="gloo"), 4), strict=True):
         torch.testing.assert_close(mine["losses"], truth["losses"], **FP32)
         torch.testing.assert_close(mine["parameters"], truth["parameters"], **FP32)
 
