@@ -1,7 +1,7 @@
 """Collectives on the CPU tensors of one cam.Group.
 
-Each method checks its arguments, raises InputError before anything is sent, and gives the call that does the work. So a
-caller can run it at once or hand it to the group's progress thread. Tensors may be non-contiguous, empty or 0-dim; where
+Each method checks its arguments, raises InputError before anything is sent, and gives the call that does the work. So
+a caller can run it at once or hand it to the progress thread. Tensors may be non-contiguous, empty or 0-dim; where
 a tensor is not one run of memory the kernels work on a copy.
 """
 
@@ -88,10 +88,10 @@ class Engine:
         return run
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, op: Reduction, timeout: Timeout = None
+        self, output: torch.Tensor, own: torch.Tensor, op: Reduction, timeout: Timeout = None
     ) -> Call:
-        """input: the contributions to all ranks one after another."""
-        reals, dtype = _to_reduce("reduce_scatter", [output, input], op)
+        """own: the contributions to all ranks one after another."""
+        reals, dtype = _to_reduce("reduce_scatter", [output, own], op)
         real_output, whole = reals
         elements = real_output.numel()
         if whole.numel() != elements * self._size:
@@ -125,15 +125,15 @@ class Engine:
 
         return run
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, timeout: Timeout = None) -> Call:
+    def all_gather(self, outputs: Sequence[torch.Tensor], own: torch.Tensor, timeout: Timeout = None) -> Call:
         """outputs[r]: what rank r gave; sizes may differ between ranks."""
         self._one_per_rank("all_gather", outputs)
-        _check_dense("all_gather", [*outputs, input])
-        _same_dtype("all_gather", [*outputs, input])
-        _same_size("all_gather", input, outputs[self._rank])
+        _check_dense("all_gather", [*outputs, own])
+        _same_dtype("all_gather", [*outputs, own])
+        _same_size("all_gather", own, outputs[self._rank])
 
         def run() -> None:
-            source, outs = _plain(input), [_Out(each, keep=False) for each in outputs]
+            source, outs = _plain(own), [_Out(each, keep=False) for each in outputs]
             sizes = [out.nbytes for out in outs]
             self._call("all_gather", timeout, source.data_ptr(), sizes, [out.pointer for out in outs])
             for out in outs:
@@ -141,17 +141,17 @@ class Engine:
 
         return run
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, timeout: Timeout = None) -> Call:
+    def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, timeout: Timeout = None) -> Call:
         """output: what all ranks gave, one after another."""
-        _check_dense("all_gather", [output, input])
-        _same_dtype("all_gather", [output, input])
-        if output.numel() != input.numel() * self._size:
+        _check_dense("all_gather", [output, own])
+        _same_dtype("all_gather", [output, own])
+        if output.numel() != own.numel() * self._size:
             raise InputError(
-                f"all_gather: the output has {output.numel()} elements, {self._size} ranks x {input.numel()} are needed"
+                f"all_gather: the output has {output.numel()} elements, {self._size} ranks x {own.numel()} are needed"
             )
 
         def run() -> None:
-            source, out = _plain(input), _Out(output, keep=False)
+            source, out = _plain(own), _Out(output, keep=False)
             step = source.numel() * source.element_size()
             outs = [out.pointer + step * rank for rank in range(self._size)]
             self._call("all_gather", timeout, source.data_ptr(), [step] * self._size, outs)
@@ -159,21 +159,21 @@ class Engine:
 
         return run
 
-    def gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, timeout: Timeout = None) -> Call:
+    def gather(self, outputs: Sequence[torch.Tensor], own: torch.Tensor, root: int, timeout: Timeout = None) -> Call:
         """outputs: on the root as in all_gather, elsewhere empty."""
         self._check_root("gather", root)
         receives = root == self._rank
         if receives:
             self._one_per_rank("gather", outputs)
-            _same_dtype("gather", [*outputs, input])
+            _same_dtype("gather", [*outputs, own])
             for each in outputs:
-                _same_size("gather", input, each)
+                _same_size("gather", own, each)
         elif outputs:
             raise InputError(f"gather: outputs belong to the root (rank {root}) only")
-        _check_dense("gather", [*outputs, input])
+        _check_dense("gather", [*outputs, own])
 
         def run() -> None:
-            source, outs = _plain(input), [_Out(each, keep=False) for each in outputs]
+            source, outs = _plain(own), [_Out(each, keep=False) for each in outputs]
             sizes = [source.numel() * source.element_size()] * self._size
             self._call("gather", timeout, source.data_ptr(), sizes, [out.pointer for out in outs], root)
             for out in outs:
@@ -226,19 +226,19 @@ class Engine:
     def all_to_all_single(
         self,
         output: torch.Tensor,
-        input: torch.Tensor,
+        own: torch.Tensor,
         output_splits: Sequence[int],
         input_splits: Sequence[int],
         timeout: Timeout = None,
     ) -> Call:
         """Splits count rows along dimension 0, one entry per rank; an empty list means equal parts."""
-        _check_dense("all_to_all", [output, input])
-        _same_dtype("all_to_all", [output, input])
+        _check_dense("all_to_all", [output, own])
+        _same_dtype("all_to_all", [output, own])
         out_sizes = self._split_bytes("output", output, output_splits)
-        in_sizes = self._split_bytes("input", input, input_splits)
+        in_sizes = self._split_bytes("input", own, input_splits)
 
         def run() -> None:
-            source, out = _plain(input), _Out(output, keep=False)
+            source, out = _plain(own), _Out(output, keep=False)
             ins, outs = _after_another(source.data_ptr(), in_sizes), _after_another(out.pointer, out_sizes)
             self._call("all_to_all", timeout, ins, in_sizes, outs, out_sizes)
             out.finish()
@@ -348,6 +348,6 @@ def _same_dtype(name: str, tensors: Sequence[torch.Tensor]) -> None:
             raise InputError(f"{name}: all tensors must have one dtype, got {dtype} and {tensor.dtype}")
 
 
-def _same_size(name: str, input: torch.Tensor, output: torch.Tensor) -> None:
-    if input.numel() != output.numel():
-        raise InputError(f"{name}: this rank's input has {input.numel()} elements, the output for it {output.numel()}")
+def _same_size(name: str, own: torch.Tensor, output: torch.Tensor) -> None:
+    if own.numel() != output.numel():
+        raise InputError(f"{name}: this rank's input has {own.numel()} elements, the output for it {output.numel()}")

@@ -1,7 +1,7 @@
 """torch.distributed's face of CAM: the ProcessGroup behind `init_process_group("cam")`.
 
-One cam.Group per process group. A call that torch marks as synchronous runs in the calling thread; any other goes to the
-group's progress thread, which keeps the order of submission. torch 2.13 renamed methods (all_gather_single for
+One cam.Group per process group. A call that torch marks as synchronous runs in the calling thread; any other goes to
+the group's progress thread, which keeps the order of submission. torch 2.13 renamed methods (all_gather_single for
 _allgather_base, ...): both names are here, because C++ and older versions look for theirs.
 """
 
@@ -90,17 +90,17 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
         ]
         return self._run("reduce_scatter", options, _in_order(calls), outputs)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
         op, options = _op_of(opts)
-        call = self._engine.reduce_scatter_single(output, input, reduction(op), _limit(options))
+        call = self._engine.reduce_scatter_single(output, own, reduction(op), _limit(options))
         return self._run("reduce_scatter", options, call, [output])
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         op, options = _op_of(opts)
         chosen, limit = reduction(op), _limit(options)
         calls = [
-            self._engine.reduce_scatter_single(output, input, chosen, limit)
-            for output, input in zip(outputs, inputs, strict=True)
+            self._engine.reduce_scatter_single(output, own, chosen, limit)
+            for output, own in zip(outputs, inputs, strict=True)
         ]
         return self._run("reduce_scatter", options, _in_order(calls), outputs)
 
@@ -115,25 +115,25 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         outputs, inputs = _as_lists(outputs), _as_list(inputs)
         limit = _limit(opts, timeout)
-        calls = [self._engine.all_gather(parts, input, limit) for parts, input in zip(outputs, inputs, strict=True)]
+        calls = [self._engine.all_gather(parts, own, limit) for parts, own in zip(outputs, inputs, strict=True)]
         return self._run("all_gather", opts, _in_order(calls), [each for parts in outputs for each in parts])
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         limit = _limit(opts)
         calls = [
-            self._engine.all_gather([of_rank[index] for of_rank in output_lists], input, limit)
-            for index, input in enumerate(inputs)
+            self._engine.all_gather([of_rank[index] for of_rank in output_lists], own, limit)
+            for index, own in enumerate(inputs)
         ]
         return self._run("all_gather", opts, _in_order(calls), [each for parts in output_lists for each in parts])
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
-        call = self._engine.all_gather_single(output, input, _limit(opts))
+    def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
+        call = self._engine.all_gather_single(output, own, _limit(opts))
         return self._run("all_gather", opts, call, [output])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         limit = _limit(opts)
         calls = [
-            self._engine.all_gather_single(output, input, limit) for output, input in zip(outputs, inputs, strict=True)
+            self._engine.all_gather_single(output, own, limit) for output, own in zip(outputs, inputs, strict=True)
         ]
         return self._run("all_gather", opts, _in_order(calls), outputs)
 
@@ -152,14 +152,14 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
     def all_to_all_single(
         self,
         output: torch.Tensor,
-        input: torch.Tensor,
+        own: torch.Tensor,
         output_splits: Sequence[int],
         input_splits: Sequence[int],
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> Any:
         limit = _limit(opts, timeout)
-        call = self._engine.all_to_all_single(output, input, output_splits, input_splits, limit)
+        call = self._engine.all_to_all_single(output, own, output_splits, input_splits, limit)
         return self._run("all_to_all", opts, call, [output])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
