@@ -13,8 +13,8 @@ constexpr int64_t kCopyGrain = 512 * 1024;
 
 const char* Facts::name(int field) {
     static constexpr const char* names[kFields] = {
-        "dtype", "reduction",         "factor",    "size", "sizes of the parts",
-        "root",  "number of tensors", "algorithm", "piece"};
+        "dtype",     "reduction", "factor", "root", "size", "sizes of the parts", "number of tensors",
+        "algorithm", "piece"};
     return names[field];
 }
 
@@ -26,6 +26,8 @@ std::string Facts::show(int field, int64_t value) {
             return reduction_name(static_cast<Reduction>(value));
         case factor:
             return std::to_string(std::bit_cast<double>(value));
+        case root:
+            return value == 0 ? "none" : std::to_string(value - 1);
         case algorithm:
             return value == 0 ? "auto" : value == 1 ? "flat" : "direct";
         case sizes:

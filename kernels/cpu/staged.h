@@ -14,7 +14,7 @@ namespace cam {
 
 // What all ranks must have called alike. Fields that do not apply are 0.
 struct Facts {
-    enum Field { element, reduction, factor, count, sizes, root, parts, algorithm, piece };
+    enum Field { element, reduction, factor, root, count, sizes, parts, algorithm, piece };
     static constexpr int kFields = 9;
     int64_t value[kFields] = {};
     static const char* name(int field);

@@ -38,6 +38,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
         self.group, self._store = group, store
         config = group.config
         self._engine = Engine(group, algorithm=config.collective_algorithm, piece=int(config.collective_piece))
+        self._group_name, self._group_desc = group.name, "cam"
         self._messages: Messages | None = None
         self._first_message = threading.Lock()
         self._calls = 0
@@ -207,6 +208,20 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
             return self._messages
 
     # --- what torch asks of any process group ---------------------------------------------------------------------
+
+    # Names: torch's own class keeps them in its C++ backends, of which there is none here.
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._group_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._group_name
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        self._group_desc = text
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._group_desc
 
     def get_group_store(self) -> Any:
         return self._store
