@@ -24,12 +24,12 @@ def variables() -> dict[str, str]:
 
 
 def prepare(work: Path | None = None) -> None:
-    """Builds deepspeed_shm_comm unless it is there; the first init_distributed on a CPU would do it otherwise.
-
-    work: given by ci's suite runner, whose pytest processes then inherit the variables.
+    """Builds deepspeed_shm_comm, or finishes it; the first init_distributed on a CPU would do it otherwise.
 
     A build that was killed leaves a file `lock` behind, for which torch's loader then waits for ever. Only one process
     builds here, so the file means just that.
+
+    work: given by ci's suite runner, whose pytest processes then inherit the variables.
     """
     if work is not None:
         os.environ.update(variables())
@@ -39,5 +39,7 @@ def prepare(work: Path | None = None) -> None:
     with open(folder.parent / "cam-build.lock", "w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         (folder / "lock").unlink(missing_ok=True)
-        if not (folder / "deepspeed_shm_comm.so").exists():
-            subprocess.run([sys.executable, "-c", _BUILD], env=environment, check=True, timeout=BUILD_S)
+        # Importing DeepSpeed takes seconds; where it has written what to build, ninja alone knows whether it is built.
+        known = (folder / "build.ninja").exists()
+        command = ["ninja"] if known else [sys.executable, "-c", _BUILD]
+        subprocess.run(command, cwd=folder if known else None, env=environment, check=True, timeout=BUILD_S)

@@ -82,6 +82,14 @@ def test_ep_1_equals_ep_2_with_zero(tmp_path: Path, stage: int) -> None:
     assert_equal(train(tmp_path, case, "ep2"), train(tmp_path, replace(case, ep_size=1), "ep1"), BF16)
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_backend_cam_changes_nothing(tmp_path: Path, tp_size: int) -> None:
+    """DeepSpeed's collectives on cam, CAM's dispatch in the layer, in one process: the same bits as on gloo."""
+    case = Case(tokens=(7, 7, 9, 9)[: 2 * tp_size], tp_size=tp_size, dtype=torch.bfloat16)
+    on_cam, on_gloo = train(tmp_path, replace(case, backend="cam"), "cam"), train(tmp_path, case, "gloo")
+    assert_equal(on_cam, on_gloo, {"rtol": 0, "atol": 0})
+
+
 def test_bf16_equals_deepspeeds_own_layer(tmp_path: Path) -> None:
     case = Case(dtype=torch.bfloat16)
     assert_equal(train(tmp_path, case, "cam"), train(tmp_path, replace(case, cam=False), "deepspeed"), BF16)
