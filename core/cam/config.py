@@ -72,12 +72,30 @@ class Config(BaseSettings):
     collective_piece: Annotated[ByteSize, Field(ge=0)] = ByteSize(0)
     """Bytes of a tensor that a rank stages for its peers at once; 0 means chosen. The same on all ranks."""
 
+    gradient_buffer: Annotated[Bytes | None, BeforeValidator(_auto)] = None
+    parameter_buffer: Annotated[Bytes | None, BeforeValidator(_auto)] = None
+    temporary_buffer: Annotated[Bytes | None, BeforeValidator(_auto)] = None
+    """Window memory that cam.buffers sets aside for gradients, parameters and temporaries, in bytes. None: as much as
+    the first use needs. Together at most window_limit."""
+
+    buffer_reuse: Literal["keep", "release"] = "keep"
+    """What becomes of a buffer's memory when it is reset: kept for the next step, or given back."""
+
     def __init__(self, **fields: Any) -> None:
         _refuse_unknown(fields, "argument")
         try:
             super().__init__(**fields)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+        self._check_buffers()
+
+    def _check_buffers(self) -> None:
+        wanted = {
+            name: getattr(self, name) or 0 for name in ("gradient_buffer", "parameter_buffer", "temporary_buffer")
+        }
+        if self.window_limit is not None and sum(wanted.values()) > self.window_limit:
+            told = ", ".join(f"{name} {int(size)}" for name, size in wanted.items())
+            raise ConfigError(f"{told}: together more than window_limit {int(self.window_limit)} (bytes)")
 
     @classmethod
     def load(cls, file: str | os.PathLike[str], **fields: Any) -> "Config":

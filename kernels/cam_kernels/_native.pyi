@@ -29,6 +29,10 @@ def row_offset(base: int, row: int, row_bytes: int) -> int:
 def copy(dst_ptr: int, src_ptr: int, nbytes: int, nontemporal: bool, isa: str = "auto") -> None:
     """One thread's copy, by the row kernel; for measuring the floor."""
 
+def array_facts(array: object) -> tuple[int, int, str, int, bool]:
+    """(address, elements, dtype, bytes an element, one run of memory) of a writable CPU array that speaks DLPack or the
+    buffer protocol. TypeError for anything else."""
+
 class Arena:
     def __init__(self, fd: int, world_size: int, limit: int, retain: int) -> None:
         """Maps the own segment: a memfd of control_bytes(world_size) + limit bytes."""

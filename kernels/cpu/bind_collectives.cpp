@@ -114,6 +114,24 @@ void bind_scatter(Endpoint& endpoint, const Addresses& ins, const std::vector<in
     scatter(endpoint, from, in_bytes, reinterpret_cast<void*>(out), out_bytes, root, tuning, timeout_s);
 }
 
+// (address, elements, dtype, bytes an element, whether it is one run of memory) of anything that speaks DLPack or the
+// buffer protocol. NumPy, torch, JAX, TensorFlow: nobody's Python code is asked.
+nb::tuple array_facts(const nb::ndarray<nb::device::cpu>& array) {
+    const auto dtype = array.dtype();
+    const char* kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+    std::string name = dtype.code < std::size(kinds) && dtype.lanes == 1 ? kinds[dtype.code] : "opaque";
+    if (name != "bool") name += std::to_string(dtype.bits);
+    bool plain = true;
+    int64_t step = 1;
+    for (size_t i = array.ndim(); i-- > 0;) {
+        plain = plain && (array.shape(i) == 1 || array.stride(i) == step);
+        step *= static_cast<int64_t>(array.shape(i));
+    }
+    const auto elements = static_cast<int64_t>(array.size());
+    return nb::make_tuple(reinterpret_cast<uintptr_t>(array.data()), elements, name, dtype.bits / 8 * dtype.lanes,
+                          plain || elements == 0);
+}
+
 }  // namespace
 
 void bind_collectives(nb::module_& m, nb::class_<Endpoint>& endpoint) {
@@ -132,6 +150,7 @@ void bind_collectives(nb::module_& m, nb::class_<Endpoint>& endpoint) {
         .def("scatter", &bind_scatter, "ins"_a, "in_bytes"_a, "out"_a, "out_bytes"_a, "root"_a, "algorithm"_a,
              "piece"_a, "timeout_s"_a);
 
+    m.def("array_facts", &array_facts, "array"_a);
     nb::class_<Channels>(m, "Channels")
         .def(nb::init<Endpoint&>(), "endpoint"_a, nb::keep_alive<1, 2>())
         .def(

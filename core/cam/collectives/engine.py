@@ -40,7 +40,7 @@ class Engine:
         def run() -> None:
             outs = [_Out(tensor) for tensor in reals]
             spans = [(out.pointer, out.pointer, out.elements) for out in outs]
-            self._call("all_reduce", timeout, spans, dtype, op.name, op.factor)
+            self.call("all_reduce", timeout, spans, dtype, op.name, op.factor)
             for out in outs:
                 out.finish()
 
@@ -55,7 +55,7 @@ class Engine:
         def run() -> None:
             outs = [_Out(tensor) for tensor in reals]
             spans = [(out.pointer, out.pointer if receives else 0, out.elements) for out in outs]
-            self._call("reduce", timeout, spans, dtype, op.name, op.factor, root)
+            self.call("reduce", timeout, spans, dtype, op.name, op.factor, root)
             if receives:
                 for out in outs:
                     out.finish()
@@ -73,7 +73,7 @@ class Engine:
 
         def run() -> None:
             ins, out = [_plain(part) for part in parts], _Out(real_output, keep=False)
-            self._call(
+            self.call(
                 "reduce_scatter",
                 timeout,
                 [part.data_ptr() for part in ins],
@@ -104,7 +104,7 @@ class Engine:
             base, step = source.data_ptr(), elements * source.element_size()
             parts = [base + step * rank for rank in range(self._size)]
             sizes = [elements] * self._size
-            self._call("reduce_scatter", timeout, parts, sizes, out.pointer, dtype, op.name, op.factor)
+            self.call("reduce_scatter", timeout, parts, sizes, out.pointer, dtype, op.name, op.factor)
             out.finish()
 
         return run
@@ -119,7 +119,7 @@ class Engine:
         def run() -> None:
             for tensor in tensors:
                 out = _Out(tensor, keep=not receives)
-                self._call("broadcast", timeout, out.pointer, out.nbytes, root)
+                self.call("broadcast", timeout, out.pointer, out.nbytes, root)
                 if receives:
                     out.finish()
 
@@ -135,7 +135,7 @@ class Engine:
         def run() -> None:
             source, outs = _plain(own), [_Out(each, keep=False) for each in outputs]
             sizes = [out.nbytes for out in outs]
-            self._call("all_gather", timeout, source.data_ptr(), sizes, [out.pointer for out in outs])
+            self.call("all_gather", timeout, source.data_ptr(), sizes, [out.pointer for out in outs])
             for out in outs:
                 out.finish()
 
@@ -154,7 +154,7 @@ class Engine:
             source, out = _plain(own), _Out(output, keep=False)
             step = source.numel() * source.element_size()
             outs = [out.pointer + step * rank for rank in range(self._size)]
-            self._call("all_gather", timeout, source.data_ptr(), [step] * self._size, outs)
+            self.call("all_gather", timeout, source.data_ptr(), [step] * self._size, outs)
             out.finish()
 
         return run
@@ -175,7 +175,7 @@ class Engine:
         def run() -> None:
             source, outs = _plain(own), [_Out(each, keep=False) for each in outputs]
             sizes = [source.numel() * source.element_size()] * self._size
-            self._call("gather", timeout, source.data_ptr(), sizes, [out.pointer for out in outs], root)
+            self.call("gather", timeout, source.data_ptr(), sizes, [out.pointer for out in outs], root)
             for out in outs:
                 out.finish()
 
@@ -194,7 +194,7 @@ class Engine:
         def run() -> None:
             ins, out = [_plain(each) for each in inputs], _Out(output, keep=False)
             pointers, sizes = [each.data_ptr() for each in ins], [_nbytes(each) for each in ins]
-            self._call("scatter", timeout, pointers, sizes, out.pointer, out.nbytes, root)
+            self.call("scatter", timeout, pointers, sizes, out.pointer, out.nbytes, root)
             out.finish()
 
         return run
@@ -210,7 +210,7 @@ class Engine:
 
         def run() -> None:
             ins, outs = [_plain(each) for each in inputs], [_Out(each, keep=False) for each in outputs]
-            self._call(
+            self.call(
                 "all_to_all",
                 timeout,
                 [each.data_ptr() for each in ins],
@@ -240,7 +240,7 @@ class Engine:
         def run() -> None:
             source, out = _plain(own), _Out(output, keep=False)
             ins, outs = _after_another(source.data_ptr(), in_sizes), _after_another(out.pointer, out_sizes)
-            self._call("all_to_all", timeout, ins, in_sizes, outs, out_sizes)
+            self.call("all_to_all", timeout, ins, in_sizes, outs, out_sizes)
             out.finish()
 
         return run
@@ -264,7 +264,7 @@ class Engine:
 
     # --- what they share ----------------------------------------------------------------------------------------
 
-    def _call(self, name: str, timeout: Timeout, *arguments: Any) -> None:
+    def call(self, name: str, timeout: Timeout, *arguments: Any) -> None:
         group = self._group
         group.call(name, getattr(group.endpoint, name), *arguments, self.algorithm, self.piece, timeout=timeout)
 

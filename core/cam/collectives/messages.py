@@ -1,5 +1,7 @@
 """Messages between two ranks of a cam.Group, with tags. See kernels/cpu/channels.h."""
 
+import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -8,7 +10,7 @@ import torch
 
 import cam_kernels as native
 from cam.deadline import seconds
-from cam.errors import InputError
+from cam.errors import GroupAborted, InputError
 from cam.group import Group
 from cam.native_errors import NATIVE_ERRORS, translate
 
@@ -19,17 +21,19 @@ ANY_SOURCE = -1
 
 
 class Messages:
-    """A send is complete when it returns: the message lies in this rank's window until it is received. A receive is
+    """Of one group, which messages_of(group) gives.
+
+    A send is complete when it returns: the message lies in this rank's window until it is received. A receive is
     posted, and then waited for or asked for.
 
     These calls take no turn on the group: they neither wait for its collectives nor disturb them, and a failure here
     does not break the group.
     """
 
-    __slots__ = ("_channels", "_group")
+    __slots__ = ("_channels", "_held")
 
     def __init__(self, group: Group) -> None:
-        self._group = group
+        self._held = weakref.ref(group)  # the group is the key by which this is found
         self._channels = native.Channels(group.endpoint)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0, timeout: Timeout = None) -> None:
@@ -53,12 +57,33 @@ class Messages:
         limit = seconds(timeout, self._group.config.timeout_s)
         return self._do("recv", lambda: self._channels.wait(receive, limit))
 
+    @property
+    def _group(self) -> Group:
+        group = self._held()
+        if group is None:
+            raise GroupAborted("the group of these messages is gone")
+        return group
+
     def _do(self, operation: str, call: Callable[[], T]) -> T:
-        self._group.endpoint  # noqa: B018  # raises when the group is closed, or its process was forked
+        group = self._group
+        group.endpoint  # noqa: B018  # raises when the group is closed, or its process was forked
         try:
             return call()
         except NATIVE_ERRORS as error:
-            raise translate(error, self._group.name, operation, self._group.rank) from None
+            raise translate(error, group.name, operation, group.rank) from None
+
+
+def messages_of(group: Group) -> Messages:
+    """The group's one Messages: a rank has one outbox, and its peers walk one list of messages in it."""
+    with _lock:
+        found = _of_group.get(group)
+        if found is None:
+            found = _of_group[group] = Messages(group)
+        return found
+
+
+_lock = threading.Lock()
+_of_group: "weakref.WeakKeyDictionary[Group, Messages]" = weakref.WeakKeyDictionary()
 
 
 def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:

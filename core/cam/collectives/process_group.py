@@ -17,7 +17,7 @@ import torch.distributed as dist
 import cam
 from cam import host
 from cam.collectives.engine import Engine
-from cam.collectives.messages import ANY_SOURCE, Messages
+from cam.collectives.messages import ANY_SOURCE, messages_of
 from cam.collectives.naming import agree_on_name
 from cam.collectives.reductions import reduction
 from cam.collectives.work import Done, Receiving, Submitted
@@ -39,8 +39,6 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
         config = group.config
         self._engine = Engine(group, algorithm=config.collective_algorithm, piece=int(config.collective_piece))
         self._group_name, self._group_desc = group.name, "cam"
-        self._messages: Messages | None = None
-        self._first_message = threading.Lock()
         self._calls = 0
         _open.add(self)
 
@@ -181,7 +179,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         self._calls += 1
-        self._channel().send(tensors[0], dst, tag)
+        messages_of(self.group).send(tensors[0], dst, tag)
         return Done(tensors)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Any:
@@ -189,7 +187,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
         target = tensors[0]
         plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
         memory = target if plain else torch.empty(target.shape, dtype=target.dtype)
-        channel = self._channel()
+        channel = messages_of(self.group)
         receive = channel.post(memory, src, tag)
 
         def finish() -> None:
@@ -200,12 +198,6 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         return self.recv(tensors, ANY_SOURCE, tag)
-
-    def _channel(self) -> Messages:
-        with self._first_message:
-            if self._messages is None:
-                self._messages = Messages(self.group)
-            return self._messages
 
     # --- what torch asks of any process group ---------------------------------------------------------------------
 
@@ -265,7 +257,6 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
 
     def shutdown(self) -> None:
         _open.discard(self)
-        self._messages = None
         self.group.close()
 
 
