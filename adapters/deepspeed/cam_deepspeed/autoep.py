@@ -49,7 +49,7 @@ def convert_autoep(model: nn.Module, group: Mapping[str, Any]) -> int:
     return len(layers)
 
 
-class CamAutoEPMoELayer(AutoEPMoELayer):
+class CamAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]  # DeepSpeed has no types
     """An AutoEPMoELayer whose rows travel with cam.ep. Made by convert_autoep."""
 
     _cam_fields: Mapping[str, Any]
@@ -75,8 +75,8 @@ class CamAutoEPMoELayer(AutoEPMoELayer):
     def _deepep_route(self, tokens: Tensor, ro: RouterOutput) -> Tensor:
         """[T, H] -> [T, H]: dispatch, this rank's experts, combine."""
         received, handle = self._buffer.dispatch(tokens, ro.selected_experts, ro.top_scores.float())
-        rows = received.x
-        if self.score_apply == "pre":
-            rows = (rows.float() * received.topk_weights[:, None]).to(rows.dtype)
+        rows, scores = received.x, received.topk_weights
+        if self.score_apply == "pre" and scores is not None:
+            rows = (rows.float() * scores[:, None]).to(rows.dtype)
         y = self.experts(rows, received.expert_counts.to(torch.int32))
         return self._buffer.combine(y, handle, apply_weights=self.score_apply == "post")

@@ -61,7 +61,7 @@ def _refusal(layer: MOELayer) -> str:
     return ""
 
 
-class CamMOELayer(MOELayer):
+class CamMOELayer(MOELayer):  # type: ignore[misc]  # DeepSpeed has no types
     """A MOELayer whose rows travel with cam.ep. Made by convert_moe, which changes the class of an existing one."""
 
     _cam_fields: Mapping[str, Any]
@@ -125,7 +125,7 @@ class CamMOELayer(MOELayer):
     def _run_experts(self, rows_RH: Tensor, counts: list[int]) -> Tensor:
         """Each local expert on its rows, shaped [1, rows, H] because experts are written for three dimensions."""
         results = []
-        for expert, rows in zip(self.experts.deepspeed_experts, rows_RH.split(counts), strict=True):
+        for expert, rows in zip(self.experts.deepspeed_experts, torch.split(rows_RH, counts), strict=True):
             # Experts are the user's, and not all bear an empty batch: one row of zeros, whose result is dropped.
             some = rows if rows.shape[0] else functional.pad(rows, (0, 0, 0, 1))
             result = expert(some.unsqueeze(0))
@@ -151,6 +151,7 @@ def _share(x_TH: Tensor, idx_TK: Tensor, weights_TK: Tensor, ranks: int) -> tupl
 
     def share(tensor: Tensor, filling: float) -> Tensor:
         whole = functional.pad(tensor, (0, 0, 0, missing), value=filling)
-        return drop_tokens(whole.flatten(), dim=0).view(-1, tensor.shape[1])
+        own: Tensor = drop_tokens(whole.flatten(), dim=0).view(-1, tensor.shape[1])
+        return own
 
     return share(x_TH, 0), share(idx_TK, -1), share(weights_TK, 0)

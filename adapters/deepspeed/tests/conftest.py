@@ -1,10 +1,13 @@
 """These tests need DeepSpeed, which `make test` does not install: `nox -s deepspeed` does."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
 from adapters.deepspeed.tests.environment import prepare
+
+HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -12,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="deepspeed is not installed: nox -s deepspeed installs it and runs these")
     for item in items:
-        if __name__.rpartition(".")[0].replace(".", "/") in item.path.as_posix():
+        if HERE in item.path.parents:
             item.add_marker(skip)
 
 

@@ -38,6 +38,7 @@ def deepspeed_world(env: RankEnv, folder: str, backend: str | None = "gloo") -> 
         verbose=False,
     )
     try:
+        deepspeed.comm.barrier()  # a rank whose test is short must not leave while others still connect
         yield
     finally:
         if dist.is_initialized():
