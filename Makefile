@@ -11,7 +11,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 py
     $(name) -c '$(USABLE)' >/dev/null 2>&1 && echo $(name))))
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-BENCH_ARGS ?=
+BENCH_ARGS ?= --json bench-results/ep.json --png bench-results/ep.png
 
 VENV := .venv
 PY := $(VENV)/bin/python

@@ -1,8 +1,8 @@
 """CAM: communication ops for large models, with one semantics on every device.
 
     import cam
-    group = cam.init()                          # torchrun's environment, a torch ProcessGroup, a Store, or
-    alone buffer = cam.ep.Buffer(group, num_experts=64)
+    group = cam.init()      # torchrun's environment; or a torch ProcessGroup, a Store; or alone
+    buffer = cam.ep.Buffer(group, num_experts=64)
 
     cam.all_reduce_batch(gradients, op="avg")   # data-parallel training; NumPy and DLPack arrays as well
 

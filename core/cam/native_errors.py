@@ -6,7 +6,6 @@ field, mine, theirs, requested, allocated, limit.
 
 from typing import Any
 
-import cam_kernels as native
 from cam.errors import (
     CamError,
     GroupAborted,
@@ -16,15 +15,21 @@ from cam.errors import (
     PeerLost,
     Timeout,
 )
+from cam.native import LOADED
+from cam.native import kernels as native
 
 #: What `except` has to name.
 NATIVE_ERRORS: tuple[type[Exception], ...] = (
-    native.WaitTimeout,
-    native.PeerDied,
-    native.Aborted,
-    native.ParameterMismatch,
-    native.OutOfMemory,
-    native.BadInput,
+    (
+        native.WaitTimeout,
+        native.PeerDied,
+        native.Aborted,
+        native.ParameterMismatch,
+        native.OutOfMemory,
+        native.BadInput,
+    )
+    if LOADED
+    else ()
 )
 
 
@@ -65,9 +70,7 @@ def translate(error: Exception, group: str, operation: str, rank: int) -> CamErr
                 theirs=theirs,
             )
         case native.OutOfMemory():
-            requested, allocated, limit = (
-                int(fields.get(key) or 0) for key in ("requested", "allocated", "limit")
-            )
+            requested, allocated, limit = (int(fields.get(key) or 0) for key in ("requested", "allocated", "limit"))
             whose = ranks[0] if ranks else rank
             return OutOfWindowMemory(
                 f"{where}: the window of rank {whose} has no room for {requested} bytes: {allocated} of "

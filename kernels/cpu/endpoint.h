@@ -15,6 +15,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -101,8 +102,7 @@ public:
     int rank() const { return rank_; }
     int world() const { return world_; }
     Arena& arena() { return *arena_; }
-    std::shared_ptr<Arena> shared_arena() { return arena_; }
-    Pool& pool() { return pool_; }
+    Pool& pool() { return *pool_; }
     const RowKernels& rows() const { return *rows_; }
     const ReduceKernels& reductions() const { return *reductions_; }
     size_t nontemporal_threshold() const { return options_.nontemporal_threshold; }
@@ -129,12 +129,12 @@ public:
     void close();
     // Breaks the group on purpose, from any thread: waits end here and at the peers, with this message.
     void abort(const std::string& message);
-    std::map<std::string, OperationStats> stats() const { return stats_; }
+    std::map<std::string, OperationStats> stats() const;  // from any thread
 
 private:
     friend class Collective;
-    void ring(int peer);
     void ring_all();
+    void wake_all();
     // Throws if a peer gave up, or if one of `pending` is dead or has left without its message for this round.
     void watch(const std::vector<int>& pending, Clock::time_point since);
     bool arrived(int peer) const;
@@ -145,13 +145,13 @@ private:
     std::vector<std::shared_ptr<Segment>> segments_;
     std::vector<int> pidfds_;
     EndpointOptions options_;
-    Pool pool_;
+    std::unique_ptr<Pool> pool_;
     const RowKernels* rows_;
     const ReduceKernels* reductions_;
     Staging staging_;
     uint64_t round_ = 0;
     pid_t owner_;
-    bool broken_ = false;
+    mutable std::mutex stats_mutex_;
     std::map<std::string, OperationStats> stats_;
 };
 

@@ -106,12 +106,17 @@ struct Float16 {
     }
 };
 #else
+#if defined(__aarch64__)
+typedef __fp16 Half;  // GCC 12 has no _Float16 in C++ here
+#else
+typedef _Float16 Half;
+#endif
 struct Float16 {
     using Storage = uint16_t;
     static F32 load16(const uint16_t* source) {
         F32 value;
         for (int i = 0; i < kLanes; ++i) {
-            _Float16 half;
+            Half half;
             std::memcpy(&half, source + i, 2);
             value[i] = static_cast<float>(half);
         }
@@ -119,7 +124,7 @@ struct Float16 {
     }
     static void store16(uint16_t* target, F32 value) {
         for (int i = 0; i < kLanes; ++i) {
-            const auto half = static_cast<_Float16>(value[i]);
+            const auto half = static_cast<Half>(value[i]);
             std::memcpy(target + i, &half, 2);
         }
     }

@@ -14,6 +14,7 @@ class Case:
     out_dtype: of the rows given to combine (default: as x). routing: see _route. prequantised: x is an opaque
     pair, one of PAIRS.
     strided: x, topk_idx and topk_weights are not contiguous. weights, masks, bias: given or not.
+    special: some elements of x and of combine's rows are NaN, infinite, denormal, -0 or the largest finite.
     """
 
     tokens: tuple[int, ...]
@@ -33,6 +34,7 @@ class Case:
     strided: bool = False
     out_hidden: int | None = None
     out_dtype: torch.dtype | None = None
+    special: bool = False
     seed: int = 0
 
     @property
@@ -72,6 +74,8 @@ def inputs(case: Case, rank: int) -> Inputs:
         x = _pair(case, rank)
     else:
         x = _floats(tokens, case.hidden, case.dtype, generator(case, rank, 2))
+        if case.special:
+            _add_specials(x, generator(case, rank, 2))
         if case.quant is not None and tokens > 1:
             x[1] = 0  # a zero row has a rule of its own
     if case.strided:
@@ -87,7 +91,10 @@ def all_inputs(case: Case) -> list[Inputs]:
 
 def expert_output(case: Case, rank: int, rows: int) -> Tensor:
     """[R, H'] What the experts of a rank return; random, so that combine is tested on its own."""
-    return _floats(rows, case.out_hidden or case.hidden, case.out_dtype or case.dtype, generator(case, rank, 3))
+    y = _floats(rows, case.out_hidden or case.hidden, case.out_dtype or case.dtype, generator(case, rank, 3))
+    if case.special:
+        _add_specials(y, generator(case, rank, 3))
+    return y
 
 
 def row_weights(case: Case, rank: int, rows: int) -> Tensor:
@@ -114,6 +121,17 @@ def _floats(rows: int, columns: int, dtype: torch.dtype, g: torch.Generator) -> 
     # Magnitudes that differ by row: a scale taken from another row, or a sum in another order, shows.
     x = torch.randn(rows, columns, generator=g)
     return (x * 2.0 ** torch.randint(-3, 4, (rows, 1), generator=g)).to(dtype)
+
+
+def _add_specials(x: Tensor, g: torch.Generator) -> None:
+    """One in ten rows becomes all denormal; half of the others get some of the values that arithmetic treats apart."""
+    info = torch.finfo(x.dtype)
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, info.max, info.min, info.smallest_normal / 4])
+    chosen = odd.to(x.dtype)[torch.randint(0, len(odd), x.shape, generator=g)]
+    rows = torch.rand(x.shape[0], 1, generator=g)
+    here = (rows < 0.5) & (torch.rand(x.shape, generator=g) < 1 / (x.shape[1] + 1))
+    x[:] = torch.where(here, chosen, x)
+    x[:] = torch.where(rows > 0.9, (x.float() * (info.smallest_normal / 64)).to(x.dtype), x)
 
 
 def _pair(case: Case, rank: int) -> tuple[Tensor, Tensor]:

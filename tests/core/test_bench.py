@@ -146,12 +146,13 @@ def test_cases_that_do_not_fit_into_memory_are_skipped_and_listed(monkeypatch: p
 
 
 @pytest.mark.parametrize("engines", ["gloo", "gloo,mpi"])
-def test_ranks_die_with_a_killed_benchmark(engines: str) -> None:
+def test_ranks_die_with_a_killed_benchmark(engines: str, tmp_path: Path) -> None:
     if "mpi" in engines and Mpi.find().version is None:
         pytest.skip("no MPI here")
     command = [sys.executable, "-m", "cam.cli", "bench", "ep", "--tokens", "1", "--hidden", "40", "--ranks", "2"]
     options = ["--routing", "uniform", "--rounds", "1000000", "--engines", engines]
-    bench = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    bench = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, env=environment)
     try:
         ranks = _wait_for(lambda: [pid for pid in _descendants(bench.pid) if _is_worker(pid)], count=2)
         everyone = _descendants(bench.pid)
@@ -255,6 +256,12 @@ def test_a_wrong_row_is_named() -> None:
 def test_a_plan_refuses_what_cannot_be_measured(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Plan(**changes)
+
+
+def test_quick_only_changes_defaults() -> None:
+    assert Plan.quick().tokens == (1, 128)
+    assert Plan.quick(tokens=(5,)).tokens == (5,)
+    assert Plan.quick(tokens=(5,)).ranks == (2,)
 
 
 def test_routing_is_reproducible_distinct_and_skewed_where_asked() -> None:

@@ -2,11 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from cam.bench import benchmark
+from cam.bench.launch import BenchFailed
+from cam.bench.world import WorldSpec
 from cam.cli import app, demo
 from cam.demo import compare
 from cam.demo.compare import StepComparison, check_moved, compare_steps
@@ -76,6 +80,23 @@ def test_bench_writes_its_results_and_picture(tmp_path: Path) -> None:
     assert "CAM expert layout" in result.output
     assert len(json.loads(results.read_text())["results"]) == 1
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_keeps_what_it_measured_before_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = benchmark.run_world
+
+    def second_group_fails(spec: WorldSpec, *arguments: Any, **options: Any) -> None:
+        if spec.ranks > 1:
+            raise BenchFailed("the machine is on fire")
+        whole(spec, *arguments, **options)
+
+    monkeypatch.setattr(benchmark, "run_world", second_group_fails)
+    results = tmp_path / "results.json"
+    tiny = ["--tokens", "3", "--hidden", "24", "--ranks", "1,2", "--routing", "uniform", "--rounds", "1"]
+    result = cam("bench", "ep", *tiny, "--engines", "gloo", "--json", str(results))
+    assert result.exit_code == 1
+    assert "the machine is on fire" in result.output
+    assert [r["case"]["ranks"] for r in json.loads(results.read_text())["results"]] == [1]
 
 
 def test_bench_tells_a_failure_in_words() -> None:

@@ -103,9 +103,9 @@ class Plan:
 
     @classmethod
     def quick(cls, **fields: Any) -> "Plan":
-        """A taste in a few seconds: 2 ranks, hidden 7168, 1 and 128 tokens. fields: what else to change."""
-        brief = {"tokens": (1, 128), "hidden": (7168,), "ranks": (2,), "routing": ("uniform",)}
-        return cls(**{**fields, **brief, "seconds_per_case": 2.0})
+        """Other defaults: a taste in a few seconds."""
+        brief = {"tokens": (1, 128), "hidden": (7168,), "ranks": (2,), "routing": ("uniform",), "seconds_per_case": 2.0}
+        return cls(**{**brief, **fields})
 
     def cases(self, cores: int) -> list[Case]:
         """Every case, grouped by number of ranks.

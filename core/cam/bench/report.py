@@ -169,18 +169,20 @@ def case_table(result: CaseResult) -> Table:
 
 
 def crowding_table(crowding: Iterable[Crowding]) -> Table:
-    title = "[bold]Ranks that share cores, the same tokens in all[/bold]"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("CAM", "phase", "H", "tokens", "ms, a core each", "ms, sharing", "ratio"):
-        table.add_column(name, justify="left" if name in ("CAM", "phase") else "right")
+    title = "[bold]CAM with more ranks than cores, the same tokens in all[/bold]"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("layout", "phase", "H", "routing", "tokens", "ms", "ranks", "ms", "ratio"):
+        table.add_column(name, justify="left" if name in ("layout", "phase") else "right", no_wrap=True)
     for c in sorted(crowding, key=lambda c: (c.hidden, c.routing, c.contender, c.phase, c.total_tokens)):
         table.add_row(
             c.contender.removeprefix("cam-"),
             c.phase,
-            f"{c.hidden} {c.routing}",
+            str(c.hidden),
+            c.routing,
             str(c.total_tokens),
-            f"{c.base} ranks: {_ms(c.base_seconds)}",
-            f"{c.ranks} ranks: {_ms(c.seconds)}",
+            _ms(c.base_seconds),
+            f"{c.base} > {c.ranks}",
+            _ms(c.seconds),
             f"{c.ratio:.2f}",
         )
     return table

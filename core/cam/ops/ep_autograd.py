@@ -37,7 +37,7 @@ def _combine(
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, _, topk_weights, _, ctx.group, _, ctx.layout, ctx.quant, ctx.alignment, _, ctx.timeout = inputs
+    x, _, _, topk_weights, _, ctx.group, _, _, _, ctx.layout, ctx.quant, ctx.alignment, _, ctx.timeout = inputs
     ctx.weighted = topk_weights is not None
     ctx.floating = ctx.quant == "none" and x.dtype.is_floating_point
     ctx.save_for_backward(output[7], output[5], output[2])
@@ -54,7 +54,7 @@ def _dispatch_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, 
         None,
         None,
         weights if ctx.needs_input_grad[3] else None,
-        *[None] * 8,
+        *[None] * 10,
     )
 
 
