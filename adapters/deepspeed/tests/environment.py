@@ -1,15 +1,24 @@
 """What DeepSpeed needs from its process: variables, and an op that it builds for itself."""
 
 import fcntl
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 #: Beside the interpreter: the op belongs to one DeepSpeed and one torch.
 EXTENSIONS = Path(sys.prefix) / "torch_extensions"
 BUILD_S = 900.0
 _BUILD = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load(verbose=False)"
+
+
+def skip_without_deepspeed() -> None:
+    """At the head of a test file."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: `nox -s deepspeed` runs these", allow_module_level=True)
 
 
 def variables() -> dict[str, str]:

@@ -2,11 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from adapters.deepspeed.tests.world import deepspeed_world
 from tests.launcher import RankEnv
@@ -31,6 +32,8 @@ class Case:
     tp_size: int = 1
     #: Every third token is a filler that no expert should get (used_token).
     fillers: bool = False
+    #: Activation checkpointing around the MoE: "", "reentrant" or "non-reentrant".
+    checkpoint: str = ""
     moe: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -54,6 +57,7 @@ class Model(nn.Module):
         super().__init__()
         from deepspeed.moe.layer import MoE
 
+        self.checkpoint = case.checkpoint
         self.dense = nn.Linear(HIDDEN, HIDDEN)
         arguments: dict[str, Any] = {"use_rts": False, "top2_2nd_expert_sampling": False, "min_capacity": 0}
         self.moe = MoE(
@@ -67,7 +71,10 @@ class Model(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, used: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        return self.moe(self.dense(x), used)  # type: ignore[no-any-return]
+        x = self.dense(x)
+        if self.checkpoint:
+            return checkpoint(self.moe, x, used, use_reentrant=self.checkpoint == "reentrant")  # type: ignore[no-any-return]
+        return self.moe(x, used)  # type: ignore[no-any-return]
 
 
 def engine_of(case: Case, rank: int, mpu: Any = None) -> Any:
@@ -229,3 +236,46 @@ def refusal(env: RankEnv, folder: str, case: Case) -> str:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return ""
+
+
+def refusals(env: RankEnv, folder: str) -> dict[str, str]:
+    """What convert_moe and the configuration say to layers that cannot be converted."""
+    import deepspeed
+    from deepspeed.moe.sharded_moe import MOELayer
+
+    from cam_deepspeed import convert_moe
+
+    class Derived(MOELayer):  # type: ignore[misc]
+        pass
+
+    def said(call: Any) -> str:
+        try:
+            call()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    with deepspeed_world(env, folder):
+        case = Case(ep_size=1, tokens=(4,))
+        tutel, derived = Model(case), Model(case)
+        tutel.moe.deepspeed_moe.use_tutel = True
+        derived.moe.deepspeed_moe.__class__ = Derived
+        elsewhere = Model(case).to("meta")
+        engine = engine_of(replace(case, cam=False), env.rank)
+        config = {"train_micro_batch_size_per_gpu": 1, "cam": {"moe": True}}
+        dense = nn.Linear(HIDDEN, HIDDEN)
+        return {
+            "tutel": said(lambda: convert_moe(tutel)),
+            "derived": said(lambda: convert_moe(derived)),
+            "elsewhere": said(lambda: convert_moe(elsewhere)),
+            "late": said(lambda: convert_moe(engine.module)),
+            "without": said(lambda: deepspeed.initialize(model=dense, config=config)),
+            "before": said(lambda: convert_and_call(Model(case))),
+        }
+
+
+def convert_and_call(model: Model) -> None:
+    from cam_deepspeed import convert_moe
+
+    convert_moe(model)
+    model(torch.zeros(1, 4, HIDDEN))

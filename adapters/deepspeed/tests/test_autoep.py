@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from adapters.deepspeed.tests import rank_autoep
+from adapters.deepspeed.tests.environment import skip_without_deepspeed
 from adapters.deepspeed.tests.rank_autoep import Case
 from tests.launcher import Ranks
+
+skip_without_deepspeed()
 
 #: AutoEP pads each expert's rows, CAM does not: other heights, other order of additions in a matmul. Gradients are sums
 #: of terms of size 1 to 10.

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from adapters.deepspeed.tests.environment import variables
+from adapters.deepspeed.tests.environment import skip_without_deepspeed, variables
+
+skip_without_deepspeed()
 
 IMPORT_S = 120
 

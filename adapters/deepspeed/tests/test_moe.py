@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from adapters.deepspeed.tests import rank_moe
+from adapters.deepspeed.tests.environment import skip_without_deepspeed
 from adapters.deepspeed.tests.rank_moe import Case
 from tests.launcher import Ranks
+
+skip_without_deepspeed()
 
 #: DeepSpeed multiplies padded blocks, CAM exactly the rows: other heights, other order of additions in a matmul.
 FP32 = {"rtol": 2e-5, "atol": 2e-6}
@@ -120,6 +123,14 @@ def test_a_rank_whose_experts_get_nothing(tmp_path: Path) -> None:
             assert not gradient.any()
 
 
+@pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
+def test_activation_checkpointing_changes_nothing(tmp_path: Path, checkpoint: str) -> None:
+    """Dispatch and combine run again inside the backward pass, in the same order on all ranks."""
+    case = Case()
+    mine = train(tmp_path, replace(case, checkpoint=checkpoint), "checkpointed")
+    assert_equal(mine, train(tmp_path, case, "plain"), {"rtol": 0, "atol": 0})
+
+
 def test_the_router_learns(tmp_path: Path) -> None:
     """DeepSpeed#8213: its gradient must come through the weights of combine, not from l_aux alone."""
     case = Case(k=2, moe={"use_residual": False})
@@ -177,3 +188,15 @@ def test_a_misspelt_key_is_refused(tmp_path: Path) -> None:
     assert message.startswith("ConfigError")
     assert "'moee'" in message
     assert "'moe'" in message
+
+
+def test_what_cannot_be_converted_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with Ranks(1, group=False) as ranks:
+        (said,) = ranks.run(rank_moe.refusals, str(tmp_path))
+    assert "use_tutel=False" in said["tutel"]
+    assert "Derived" in said["derived"]
+    assert "parameters are on meta" in said["elsewhere"]
+    assert "before deepspeed.initialize" in said["late"]
+    assert said["without"].startswith("ConfigError")
+    assert "comm_backend" in said["without"]
+    assert "call deepspeed.initialize first" in said["before"]

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from adapters.deepspeed.tests import rank_training
+from adapters.deepspeed.tests.environment import skip_without_deepspeed
 from adapters.deepspeed.tests.rank_training import Case
 from tests.launcher import Ranks
+
+skip_without_deepspeed()
 
 #: With more than two ranks the backends add in different orders, and Adam divides by small numbers.
 FP32 = {"rtol": 1e-4, "atol": 1e-5}
