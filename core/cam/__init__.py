@@ -23,6 +23,8 @@ from cam.errors import (
     OutOfWindowMemory,
     PeerLost,
     Timeout,
+    TransferCancelled,
+    TransferFailed,
 )
 from cam.group import Group
 from cam.joining import init
@@ -31,6 +33,7 @@ from cam.registry import group
 
 if TYPE_CHECKING:
     from cam import ep as ep
+    from cam import kv as kv
 
 __all__ = [
     "BackendUnavailable",
@@ -47,15 +50,18 @@ __all__ = [
     "Peer",
     "PeerLost",
     "Timeout",
+    "TransferCancelled",
+    "TransferFailed",
     "ep",
     "group",
     "init",
+    "kv",
 ]
 
 __version__ = "0.1.0"
 
 #: The jobs: loaded when first used, because registering their ops costs time that other jobs need not pay.
-_JOBS = frozenset({"ep"})
+_JOBS = frozenset({"ep", "kv"})
 
 
 def __getattr__(name: str) -> Any:

@@ -205,6 +205,7 @@ NB_MODULE(_native, m) {
         .def("stats", &stats_dict)
         .def_prop_ro("isa", [](Endpoint& endpoint) { return std::string(endpoint.rows().isa); });
     bind_ep(endpoint);
+    bind_kv(m);
 }
 
 }  // namespace cam
