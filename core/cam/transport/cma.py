@@ -85,7 +85,6 @@ class _Attached:
         return theirs
 
     def prepare(self, batch: Batch, to_mine: bool) -> Copy:
-        # Asked after the copy: a pid could have been taken over by another process only after the peer's death.
         return Copy(self._move, batch, to_mine, self._target.lost)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import errno
 from collections.abc import Callable
 
+from cam.transport.liveness import lost_soon
 from cam.transport.pieces import Batch
 from cam.transport.protocol import Ended, Limits, Outcome, Settings
 from cam_kernels import Mover
@@ -36,7 +37,8 @@ class Copy:
         code, step, error = self._move(*self._arguments, ctypes.addressof(limits.flag), limits.deadline_ns)
         ended = _ENDED[code]
         if self._lost is not None:
-            lost = self._lost()
+            # After each run: a pid could have been taken over by another process only after the peer's death.
+            lost = lost_soon(self._lost) if ended is Ended.FAILED else self._lost()
             if lost:
                 return Outcome(Ended.LOST, 0, lost)
         if ended is Ended.FAILED:

@@ -14,6 +14,7 @@ import msgspec
 from mooncake.engine import TransferEngine
 
 from cam.errors import BackendUnavailable, NotReachable
+from cam.transport.liveness import lost_soon
 from cam.transport.pieces import Batch, Int64s, runs
 from cam.transport.protocol import Ended, Home, Limits, Offer, Outcome, Target
 
@@ -138,7 +139,7 @@ class _Chunks:
                 return Outcome(Ended.LOST, step, lost)
             code = self._call(self._session, mine, theirs, nbytes)
             if code != 0:
-                lost = self._target.lost()
+                lost = lost_soon(self._target.lost)
                 return Outcome(Ended.LOST if lost else Ended.FAILED, step, lost or f"Mooncake reports {code}")
         return Outcome(Ended.DONE)
 

@@ -16,6 +16,7 @@ import numpy as np
 from nixl_cu12._api import nixl_agent, nixl_agent_config
 
 from cam.errors import BackendUnavailable, NotReachable
+from cam.transport.liveness import lost_soon
 from cam.transport.pieces import Batch, Int64s, runs
 from cam.transport.protocol import Ended, Home, Limits, Offer, Outcome, Target
 
@@ -134,16 +135,18 @@ class _Prepped:
                     time.sleep(_NAP_S)
                 state = agent.check_xfer_state(handle)
             if state == "ERR":
-                lost = self._target.lost()
-                return Outcome(Ended.LOST if lost else Ended.FAILED, 0, lost or "NIXL reports an error")
+                return self._failed("NIXL reports an error")
             return Outcome(early if early is Ended.CANCELLED else Ended.DONE)
         except Exception as error:
-            lost = self._target.lost()
-            return Outcome(Ended.LOST if lost else Ended.FAILED, 0, lost or _text(error))
+            return self._failed(_text(error))
         finally:
             if handle is not None:
                 with contextlib.suppress(Exception):
                     agent.release_xfer_handle(handle)
+
+    def _failed(self, why: str) -> Outcome:
+        lost = lost_soon(self._target.lost)
+        return Outcome(Ended.LOST if lost else Ended.FAILED, 0, lost or why)
 
     def close(self) -> None:
         lists, self._lists = self._lists, []

@@ -15,6 +15,7 @@ from cam.transport.pieces import NBYTES, ROWS, flatten
 from tests.core.kv.oracle import LAYOUTS, Shape, content, fill, model
 
 SIZES = (1, 2, 4, 8)
+PLANES = tuple(dims for dims in LAYOUTS if "p" in dims)
 
 
 def _apply(table, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -86,9 +87,7 @@ def test_block_sizes_any_against_any_with_odd_lengths(mine, theirs, tokens):
     _check(local, my_blocks, [Shape("bphtd", 12, theirs, 2, channels=1)], their_blocks, tokens)
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs"), itertools.product((d for d in LAYOUTS if "p" in d), (d for d in LAYOUTS if "p" in d))
-)
+@pytest.mark.parametrize(("mine", "theirs"), list(itertools.product(PLANES, PLANES)))
 def test_layouts_any_against_any(mine, theirs):
     _check(Shape(mine, 5, 4, 2), [4, 1], [Shape(theirs, 6, 4, 2)], [0, 3], 8)
 
@@ -119,15 +118,15 @@ def test_any_part_of_any_blocks(mine, theirs, my_start, their_start, tokens, dim
     _check(local, my_blocks, [remote], their_blocks, tokens, my_start, their_start)
 
 
-@pytest.mark.parametrize(("dims", "pieces"), [("bpthd", 1), ("bphtd", 1), ("pbthd", 2), ("bhtd", 1), ("btd", 1)])
-def test_equal_geometries_take_the_straight_path(dims, pieces):
-    """One piece for each block, or one for each plane where the planes lie outside the blocks."""
+@pytest.mark.parametrize(("dims", "runs"), [("bpthd", 1), ("bphtd", 1), ("pbthd", 2), ("bhtd", 1), ("btd", 1)])
+def test_equal_geometries_take_the_straight_path(dims, runs):
+    """One piece for each block: one run, or one for each plane where the planes lie outside the blocks."""
     shape = Shape(dims, 8, 16, 1 if dims == "btd" else 4)
     geometry = shape.layer("l", torch.empty(shape.sizes())).geometry(0, 1)
     found = plan(geometry, geometry, range(geometry.heads.count), _ids([7, 1, 4]), _ids([0, 2, 6]), Span(0, 0, 48))
-    assert len(found.table) == 3 * pieces
-    assert (found.table[:, ROWS] == 1).all()
-    assert (found.table[:, NBYTES] == geometry.block_bytes // pieces).all()
+    assert len(found.table) == 3
+    assert (found.table[:, ROWS] == runs).all()
+    assert (found.table[:, NBYTES] == geometry.block_bytes // runs).all()
     assert found.nbytes == 3 * geometry.block_bytes
 
 
