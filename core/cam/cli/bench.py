@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cam.bench import Case, CaseResult, Plan, Report, benchmark, picture
 from cam.bench.report import case_table, crowding_table
+from cam.cli import bench_kv
 from cam.errors import CamError, ConfigError
 
 app = typer.Typer(help="Measure CAM and its peers.", no_args_is_help=True)
@@ -80,6 +81,9 @@ def ep(
     if png is not None:
         for path in picture.draw(report, png):
             console.print(f"picture: {path}")
+
+
+app.command("kv")(bench_kv.command)
 
 
 class _Live:
