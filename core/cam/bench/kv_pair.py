@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -149,7 +150,7 @@ def _latency(mover: contenders.CamMover) -> dict[str, list[float]]:
     engine, remote = mover.engine, mover.remote
     one = engine.prepare("read", remote, mover.source[:1], mover.target[:1])
     source, target = mover.source[:1].tolist(), mover.target[:1].tolist()
-    tries = {
+    tries: dict[str, Callable[[], object]] = {
         "1 block of 1 layer": lambda: engine.read(remote, source, target, layers=[0]).wait(),
         "1 block of 1 layer, prepared": lambda: one.post(layers=[0]).wait(),
         "1 block of all layers": lambda: engine.read(remote, source, target).wait(),
