@@ -146,8 +146,9 @@ class Engine:
     def lease(
         self, lease_id: str | None = None, *, ttl_s: float | None = None, tag: bytes = b"", readers: int = 1
     ) -> str:
-        """Lends blocks until `readers` different engines have released them, or until nobody has touched the lease
-        for ttl_s seconds (None: options.lease_s); `poll` says when. Which blocks is the caller's affair.
+        """Lends blocks until `readers` different instances, with all their ranks, have released them, or until nobody
+        has touched the lease for ttl_s seconds (None: options.lease_s); `poll` says when. Which blocks is the caller's
+        affair.
 
         lease_id: used once, the same on all ranks where peers use one id for all; None: a new one. A peer that is
         quicker than this call is remembered. Returns the id. Raises InputError.

@@ -2,17 +2,19 @@
 
 A lease has an id that both sides know, a number of readers, and a time to live that each touch renews. A reader may
 come before the owner has made the lease (it learned of the request on another way); its touches and releases are
-remembered. An id that has ended stays known for a while, so that a reader who comes too late is told so.
+remembered. A reader is a whole instance: it is through when each of its tensor-parallel ranks is, which the owner could
+not count, because it does not know how many ranks the instance that reads will have. An id that has ended stays known for a while, so that a reader who comes too late is told so.
 """
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cam.errors import InputError
 from cam.kv.events import LeaseEnded
+from cam.kv.messages import Who
 
 #: Ended leases that are remembered, and how many may be spoken of before they are made.
 _REMEMBERED = 1 << 16
@@ -24,9 +26,22 @@ class _Lease:
     tag: bytes = b""
     readers: int = 0  # 0: not made by the owner yet
     deadline: float = 0.0
-    reading: set[str] = field(default_factory=set)
-    through: set[str] = field(default_factory=set)
-    lost: set[str] = field(default_factory=set)
+    reading: set[Who] = field(default_factory=set)
+    through: set[Who] = field(default_factory=set)
+    lost: set[Who] = field(default_factory=set)
+
+    def instances(self) -> tuple[int, int]:
+        """(that are through, that lost a rank before): an engine that is the only rank of its instance is one, whatever
+        its name; of others the name says which belong together."""
+        ranks: dict[tuple[str, int], set[int]] = defaultdict(set)
+        for who in self.through:
+            ranks[_instance(who)].add(who.tp_rank)
+        through = {key for key, found in ranks.items() if len(found) == key[1]}
+        return len(through), len({_instance(who) for who in self.lost} - through)
+
+
+def _instance(who: Who) -> tuple[str, int]:
+    return (who.engine_id, 1) if who.tp_size == 1 else (who.name, who.tp_size)
 
 
 class Leases:
@@ -59,7 +74,7 @@ class Leases:
             event = self._settle(lease, entry)
         self._tell(event)
 
-    def touch(self, lease: str, reader: str) -> str:
+    def touch(self, lease: str, reader: Who) -> str:
         """A reader begins: the lease lives its full time again. Returns why it cannot, or ""."""
         with self._lock:
             over = self._over.get(lease)
@@ -74,7 +89,7 @@ class Leases:
             entry.reading.add(reader)
         return ""
 
-    def release(self, lease: str, reader: str) -> str:
+    def release(self, lease: str, reader: Who) -> str:
         """A reader is through, for good or not. Returns why the lease had not lasted until now, or ""."""
         with self._lock:
             over = self._over.get(lease)
@@ -90,7 +105,7 @@ class Leases:
         self._tell(event)
         return ""
 
-    def lose(self, reader: str) -> None:
+    def lose(self, reader: Who) -> None:
         """A reader is dead: it will release nothing."""
         events = []
         with self._lock:
@@ -134,9 +149,10 @@ class Leases:
 
     def _settle(self, lease: str, entry: _Lease) -> LeaseEnded | None:
         """Ends the lease when nobody is left to wait for."""
-        if not entry.readers or len(entry.through | entry.lost) < entry.readers:
+        through, lost = entry.instances()
+        if not entry.readers or through + lost < entry.readers:
             return None
-        return self._close(lease, entry, "readers lost" if entry.lost - entry.through else "released")
+        return self._close(lease, entry, "readers lost" if lost else "released")
 
     def _close(self, lease: str, entry: _Lease, reason: str) -> LeaseEnded:
         del self._leases[lease]
@@ -144,7 +160,7 @@ class Leases:
         while len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)
         self.counts[reason] += 1
-        return LeaseEnded(lease, entry.tag, reason, max(0, entry.readers - len(entry.through)))
+        return LeaseEnded(lease, entry.tag, reason, max(0, entry.readers - entry.instances()[0]))
 
     def _tell(self, event: LeaseEnded | None) -> None:
         if event is not None:

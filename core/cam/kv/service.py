@@ -92,7 +92,7 @@ class EngineService:
         return digests(self._mover, found, bases, theirs=True)
 
     def touch(self, lease: str, reader: m.Who) -> str:
-        return self._leases.touch(lease, reader.engine_id)
+        return self._leases.touch(lease, reader)
 
     def finish(self, finish: m.Finish, reader: m.Who) -> str:
         if len(finish.payload) > m.MAX_PAYLOAD:
@@ -102,11 +102,11 @@ class EngineService:
             note = Notification(finish.payload, reader.engine_id, reader.name, reader.tp_rank, reader.tp_size)
             self._inbox.put(note)
             self._metrics.notified("received")
-        return self._leases.release(finish.lease, reader.engine_id) if finish.lease else ""
+        return self._leases.release(finish.lease, reader) if finish.lease else ""
 
     def gone(self, peer: m.Who, reason: str) -> None:
         _log.info("peer %s (%s, rank %d of %d): %s", peer.name, peer.engine_id, peer.tp_rank, peer.tp_size, reason)
-        self._leases.lose(peer.engine_id)
+        self._leases.lose(peer)
         self._inbox.put(PeerGone(peer.engine_id, peer.name, reason))
 
     def tick(self) -> float:
