@@ -44,8 +44,8 @@ def run(console: Console, model: Path) -> None:
         except servers.ServerFailed as error:
             rows.append((name, f"not run: {str(error).splitlines()[0]}"))
     table = Table(
-        title=f"[bold]Speed[/bold]: {REQUESTS} requests, {AT_ONCE} at once, prompts of {PROMPT} tokens, {TOKENS} tokens "
-        "each; a tiny model on this machine's cores: the servers' own work dominates",
+        title=f"[bold]Speed[/bold]: {REQUESTS} requests, {AT_ONCE} at once, prompts of {PROMPT} tokens, {TOKENS} "
+        "tokens each; a tiny model on this machine's cores: the servers' own work dominates",
         title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for title in ("", "first token, median", "first token, 90 %", "tokens/s", "requests/s"):

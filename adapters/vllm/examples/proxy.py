@@ -1,7 +1,7 @@
 """The least that a router between a prefill and a decode server must do. For more, use vllm-router.
 
-A request goes to the prefill server first, for one token, with kv_transfer_params that ask it to keep the KV; its answer's
-kv_transfer_params go with the request to the decode server, whose answer is passed on, streamed or not.
+A request goes to the prefill server first, for one token, with kv_transfer_params that ask it to keep the KV; its
+answer's kv_transfer_params go with the request to the decode server, whose answer is passed on, streamed or not.
 """
 
 import argparse

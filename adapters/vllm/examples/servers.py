@@ -96,8 +96,9 @@ def vllm(name: str, model: Path, options: Sequence[str], environment: dict[str, 
     """`vllm serve` of a tiny model; the model is called `model.name`."""
     port = free_port()
     command = [
-        *_serve(), "--model", str(model), "--served-model-name", model.name, "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8", "--block-size", "32", "--num-gpu-blocks-override", "512", "--enforce-eager",
-        "--disable-uvicorn-access-log", *options,
+        *_serve(), "--model", str(model), "--served-model-name", model.name, "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8", "--block-size", "32",
+        "--num-gpu-blocks-override", "512", "--enforce-eager", "--disable-uvicorn-access-log", *options,
     ]  # fmt: skip
     return Server(name, command, port, environment)
 

@@ -3,7 +3,8 @@
 A lease has an id that both sides know, a number of readers, and a time to live that each touch renews. A reader may
 come before the owner has made the lease (it learned of the request on another way); its touches and releases are
 remembered. A reader is a whole instance: it is through when each of its tensor-parallel ranks is, which the owner could
-not count, because it does not know how many ranks the instance that reads will have. An id that has ended stays known for a while, so that a reader who comes too late is told so.
+not count, because it does not know how many ranks the instance that reads will have. An id that has ended stays known
+for a while, so that a reader who comes too late is told so.
 """
 
 import threading
