@@ -143,6 +143,7 @@ class Agent:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
+        self._service = None  # it knows the engine, whose memory should not wait for the collector of cycles
         self.release_descriptors()
 
     def release_descriptors(self) -> None:

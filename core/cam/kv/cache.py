@@ -50,6 +50,11 @@ class Cache:
                 raise InputError("register was called before: an engine registers its cache once")
             self._layers, self._mine = tuple(layers), mine
 
+    def close(self) -> None:
+        """Lets go of the tensors; nothing is handed out from now on."""
+        self._layers = ()
+        self._pool.close()
+
     @property
     def mine(self) -> Mine:
         """Raises InputError before `register`."""

@@ -336,7 +336,7 @@ class Engine:
             remote.close()
         self._agent.close()
         self._transports.close()
-        self._pool.close()
+        self._cache.close()
         self._inbox.close()
 
     def __enter__(self) -> "Engine":
