@@ -26,11 +26,11 @@ class Cache:
         with self._lock:
             return self._pool.empty(shape, dtype)
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> int:
+    def adopt(self, tensors: Sequence[torch.Tensor], keep: bool) -> int:
         with self._lock:
             if self._mine is not None:
                 raise InputError("adopt comes before register: peers may know the addresses already")
-            return self._pool.adopt(tensors)
+            return self._pool.adopt(tensors, keep=keep)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return self._pool.holds(tensor)

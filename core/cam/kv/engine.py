@@ -113,10 +113,10 @@ class Engine:
         """An uninitialised tensor in memory that peers of this host can map. Raises OutOfWindowMemory."""
         return self._cache.empty(shape, dtype)
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> int:
+    def adopt(self, tensors: Sequence[torch.Tensor], *, keep: bool = True) -> int:
         """Moves the storages of these tensors into memory that peers of this host can map (see Pool.adopt). Before
-        `register`. Returns the bytes that moved."""
-        return self._cache.adopt(tensors)
+        `register`. keep=False: without their contents. Returns the bytes that moved."""
+        return self._cache.adopt(tensors, keep)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether peers of this host can map it."""

@@ -43,12 +43,12 @@ class Pool:
             return torch.empty(tuple(shape), dtype=dtype)
         return self._bytes(elements * dtype.itemsize).view(dtype).view(tuple(shape))
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> int:
+    def adopt(self, tensors: Sequence[torch.Tensor], *, keep: bool = True) -> int:
         """Moves the storages of these tensors into this pool: contents, shapes and strides stay, addresses change.
 
-        All given tensors of one storage move together; other tensors that share a storage stay where they are,
-        and no longer see what is written here. Returns the bytes that moved. Raises OutOfWindowMemory,
-        InputError.
+        keep: False leaves the contents behind, for storages that nobody has written yet: what is there instead is
+        undefined. All given tensors of one storage move together; other tensors that share a storage stay where they
+        are, and no longer see what is written here. Returns the bytes that moved. Raises OutOfWindowMemory, InputError.
         """
         groups: dict[int, list[torch.Tensor]] = {}
         for tensor in tensors:
@@ -60,7 +60,8 @@ class Pool:
         for each in groups.values():
             old = each[0].untyped_storage()
             room = self._bytes(old.nbytes())
-            room.copy_(torch.empty(0, dtype=torch.uint8).set_(old))
+            if keep:
+                room.copy_(torch.empty(0, dtype=torch.uint8).set_(old))
             new = room.untyped_storage()
             for tensor in each:
                 offset = tensor.storage_offset() + room.storage_offset() // tensor.element_size()

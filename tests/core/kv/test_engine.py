@@ -113,6 +113,14 @@ def test_adopted_tensors_keep_contents_and_views(engines):
         assert torch.equal(target[1][2], before[1][1])
 
 
+def test_adopting_without_the_contents_copies_nothing():
+    with kv.Engine("adopter") as engine:
+        tensor = torch.full((64, 1024), 3.0)
+        assert engine.adopt([tensor], keep=False) == tensor.nbytes
+        assert engine.holds(tensor)
+        assert not bool((tensor == 3.0).any())  # fresh pages: zeros, though nobody may rely on it
+
+
 def test_an_unknown_transport_lists_those_that_exist(engines):
     owner, _ = engines("owner")
     reader, _ = engines("reader")
