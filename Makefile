@@ -131,6 +131,6 @@ $(VLLM_STAMPS)/vllm:
 
 $(VLLM_STAMPS)/ready: $(KERNEL_SOURCES) core/pyproject.toml adapters/vllm/pyproject.toml | $(VLLM_STAMPS)/vllm
 	@echo "== cam and cam-vllm in $(VLLM_VENV)"
-	$(VLLM_PIP) --no-build-isolation --no-deps ./kernels
+	$(VLLM_PIP) --no-build-isolation --no-deps ./kernels -C build-dir=$(CURDIR)/build/kernels-vllm
 	$(VLLM_PIP) --no-build-isolation -e ./core -e ./adapters/vllm
 	@touch $@

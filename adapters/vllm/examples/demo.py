@@ -188,7 +188,8 @@ def show(console: Console, answers: Answers) -> None:
         speed = f"{item.nbytes / item.seconds / 1e9:.2f} GB/s" if item.seconds else "-"
         console.print(
             f"  moved over [bold]{transport}[/bold]: {item.loads} loads, {item.blocks} blocks, "
-            f"{item.nbytes / 2**20:.2f} MiB; {1e3 * item.seconds / item.loads:.2f} ms each with the words about it ({speed})"
+            f"{item.nbytes / 2**20:.2f} MiB; {1e3 * item.seconds / item.loads:.2f} ms each, "
+            f"leases and all ({speed})"
         )
     console.print(f"  {answers.where}\n", highlight=False)
 

@@ -104,15 +104,10 @@ class Commands:
             else sorted(connector._scheduler._loading | connector._scheduler._lending),
         }
 
-    def cache(self, fill: float | None = None) -> list[int]:
-        """Fills the whole KV cache; tells each layer's data address."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        engine = get_kv_transfer_group()._worker._engine
-        if fill is not None:
-            for layer in engine._layers:
-                layer.tensor.fill_(fill)
-        return [layer.tensor.data_ptr() for layer in engine._layers]
+    def fill_cache(self, value: float) -> None:
+        """Overwrites the whole KV cache, as the model's layers see it."""
+        for layer in self._engine.vllm_config.compilation_config.static_forward_context.values():
+            layer.kv_cache.fill_(value)
 
     def forget_prefixes(self) -> bool:
         return bool(self._engine.reset_prefix_cache())
