@@ -107,7 +107,8 @@ class Commands:
     def fill_cache(self, value: float) -> None:
         """Overwrites the whole KV cache, as the model's layers see it."""
         for layer in self._engine.vllm_config.compilation_config.static_forward_context.values():
-            layer.kv_cache.fill_(value)
+            if hasattr(layer, "kv_cache"):  # not the experts
+                layer.kv_cache.fill_(value)
 
     def forget_prefixes(self) -> bool:
         return bool(self._engine.reset_prefix_cache())

@@ -1,6 +1,7 @@
 """--kv-connector and --kv-role, as `vllm serve` parses them."""
 
 import argparse
+from collections.abc import Callable
 
 import pytest
 
@@ -11,31 +12,40 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from adapters.vllm.examples import tiny_models
 from cam.errors import ConfigError
 from cam_vllm import patches, plugin
 
-
-def parsed(*arguments: str) -> AsyncEngineArgs:
-    plugin.register()
-    parser = make_arg_parser(FlexibleArgumentParser())
-    return AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "m", *arguments]))
+Parse = Callable[..., AsyncEngineArgs]
 
 
-def test_the_short_options_name_a_connector() -> None:
+@pytest.fixture(scope="module")
+def parsed(tmp_path_factory: pytest.TempPathFactory) -> Parse:
+    model = str(tiny_models.make("dense", tmp_path_factory.mktemp("models")))
+
+    def parse(*arguments: str) -> AsyncEngineArgs:
+        plugin.register()
+        parser = make_arg_parser(FlexibleArgumentParser())
+        return AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments]))
+
+    return parse
+
+
+def test_the_short_options_name_a_connector(parsed: Parse) -> None:
     config = parsed("--kv-connector", "cam", "--kv-role", "kv_producer").kv_transfer_config
     assert (config.kv_connector, config.kv_role) == ("cam", "kv_producer")
     assert parsed("--kv-connector", "cam").kv_transfer_config.kv_role == "kv_both"
     assert parsed().kv_transfer_config is None
 
 
-def test_the_long_form_still_works() -> None:
+def test_the_long_form_still_works(parsed: Parse) -> None:
     config = parsed("--kv-transfer-config", '{"kv_connector": "cam", "kv_role": "kv_consumer"}').kv_transfer_config
     assert (config.kv_connector, config.kv_role) == ("cam", "kv_consumer")
     dotted = parsed("--kv-transfer-config.kv_connector", "cam", "--kv-transfer-config.kv_role", "kv_both")
     assert dotted.kv_transfer_config.kv_connector == "cam"
 
 
-def test_contradictions_are_refused() -> None:
+def test_contradictions_are_refused(parsed: Parse) -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
         parsed("--kv-connector", "cam", "--kv-transfer-config", '{"kv_connector": "cam", "kv_role": "kv_both"}')
     with pytest.raises(ConfigError, match="needs --kv-connector"):

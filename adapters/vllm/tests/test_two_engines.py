@@ -110,7 +110,7 @@ def test_a_spoiled_cache_gives_other_tokens(trio: Trio) -> None:
     """The proof that decode uses what was moved: else equal tokens would say nothing."""
     asked = prompt(200, 100)
     offers = trio.offers(asked)
-    trio.prefill.call("cache", fill=0.0)
+    trio.prefill.call("fill_cache", value=0.0)
     assert trio.answers(trio.decode, [asked], offers) != trio.alone(asked)
     trio.check_clean()
     trio.decode.call("forget_prefixes")
