@@ -8,6 +8,7 @@ one peer: sockets are non-blocking, and what takes long (starting a transport, c
 import contextlib
 import functools
 import hmac
+import logging
 import os
 import queue
 import secrets
@@ -24,6 +25,8 @@ from cam.errors import CamError, InputError
 from cam.kv import messages as m
 from cam.kv.wire import BadFrame, Stream
 from cam.transport import Offer
+
+_log = logging.getLogger(__name__)
 
 _STRANGER_S = 10.0
 _MAX_CONNECTIONS = 4096
@@ -213,12 +216,21 @@ class Agent:
     def _read(self, peer: _Peer) -> None:
         try:
             open_ = peer.stream.receive()
+        except (BadFrame, OSError) as error:
+            self._drop(peer, str(error))
+            return
+        self._serve_or_drop(peer)
+        if not open_:
+            self._drop(peer, "it closed the connection")
+
+    def _serve_or_drop(self, peer: _Peer) -> None:
+        try:
             self._serve(peer)
         except (BadFrame, OSError, msgspec.MsgspecError) as error:
             self._drop(peer, str(error))
-            return
-        if not open_:
-            self._drop(peer, "it closed the connection")
+        except Exception as error:  # a bug with one peer must not end the thread that serves all of them
+            _log.exception("%s: a question of %s", self._name, peer.who)
+            self._drop(peer, f"its question could not be answered: {error}")
 
     def _serve(self, peer: _Peer) -> None:
         """Answers what has arrived, one question after another."""
@@ -274,8 +286,11 @@ class Agent:
                     fds, answer = (), m.Refusal(f"{message.transport} needs a Unix socket")
             else:
                 answer = m.DigestAnswer(service.digest(message))
-        except (CamError, ValueError, MemoryError, OSError) as error:
+        except CamError as error:
             answer = m.Refusal(str(error))
+        except Exception as error:  # as above: the thread serves everybody
+            _log.exception("%s: a question of %s", self._name, peer.who)
+            answer = m.Refusal(f"{type(error).__name__}: {error}")
         self._calls.put(lambda: self._worked(peer, answer, fds))
         self.wake()
 
@@ -285,10 +300,7 @@ class Agent:
             return  # it has gone meanwhile
         self._answer(peer, answer, fds)
         if self._peers.get(peer.stream.socket.fileno()) is peer:
-            try:
-                self._serve(peer)
-            except (BadFrame, OSError, msgspec.MsgspecError) as error:
-                self._drop(peer, str(error))
+            self._serve_or_drop(peer)
 
     def _answer(self, peer: _Peer, message: m.Message | None, fds: tuple[int, ...] = ()) -> None:
         if message is None:

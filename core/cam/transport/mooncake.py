@@ -2,6 +2,10 @@
 here).
 
 The engine starts when the first peer asks for this transport. It picks its own port, which the offer publishes.
+
+A batch that has begun cannot be called back: deadlines and cancellations are looked at between batches, and when a peer
+neither answers nor dies, a transfer lasts until Mooncake gives up by itself (30 s; its environment variable
+MC_TRANSFER_TIMEOUT, in seconds).
 """
 
 import contextlib

@@ -39,8 +39,9 @@ class Nixl:
 
     def connect(self, target: Target) -> "_Agents":
         agent = self._started()
+        metadata = target.ask(b"").blob
         try:
-            peer = agent.add_remote_agent(target.ask(b"").blob)
+            peer = agent.add_remote_agent(metadata)
         except Exception as error:  # the binding's own classes have no base of their own
             raise NotReachable(f"nixl: {target.name}: its agent is not accepted: {_text(error)}") from error
         return _Agents(agent, peer if isinstance(peer, str) else peer.decode(), target, self._home)

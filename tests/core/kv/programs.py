@@ -1,6 +1,7 @@
 """What the processes of the transport conformance suite do. Every program is (env, meeting name, transport, ...)."""
 
 import contextlib
+import os
 import time
 
 import pytest
@@ -227,6 +228,35 @@ def owner_dies(env: RankEnv, name: str, transport: str) -> float:
             engine.read(remote, [0], [0], notify=b"x").wait(15.0)
         prepared.close()
         return took
+
+
+def owner_stops(env: RankEnv, name: str, transport: str) -> tuple[float, str]:
+    """Stopped (SIGSTOP) while it is being read: the blocks arrive, where that takes nobody's help, or the transfer ends
+    soon after its deadline. Returns (seconds, what became of it)."""
+    os.environ["MC_TRANSFER_TIMEOUT"] = "5"  # Mooncake's own, which decides when nobody answers
+    _, engine, _, remote = _pair(env, name, transport, BIG, layers=2)
+    if remote is None:
+        reached("owner is up")
+        while True:
+            time.sleep(60)
+    blocks = list(range(BIG.blocks))
+    prepared = engine.prepare("read", remote, blocks, blocks, checksum=False)
+    prepared.post().wait()
+    reached("reading")
+    until = time.monotonic() + 3
+    outcome, took = "done", 0.0
+    while outcome == "done" and time.monotonic() < until:
+        started = time.monotonic()
+        transfer = prepared.post(timeout=2)
+        try:
+            transfer.wait(30)
+        except TransferFailed:
+            outcome = str(transfer.error)
+        took = time.monotonic() - started
+    with pytest.raises(TransferFailed, match="did not answer" if transport in ("shm", "cma") else "owner"):
+        engine.read(remote, [0], [0], checksum=False, notify=b"asleep?", timeout=1).wait(30)
+    reached("through")
+    return took, outcome
 
 
 def reader_dies(env: RankEnv, name: str, transport: str) -> None:

@@ -11,6 +11,8 @@ import time
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cam import (
     BackendUnavailable,
@@ -26,9 +28,18 @@ from cam import (
 )
 from cam import transport as transports
 from cam.kv import messages
-from tests.core.kv.oracle import Shape
+from tests.core.kv.oracle import Shape, content, fill
 
 SHAPE = Shape("bpthd", blocks=8, tokens=16, total_heads=2, channels=8)
+
+
+def _a_description() -> bytes:
+    with kv.Engine("described") as engine:
+        engine.register([SHAPE.layer(f"layer.{i}", torch.zeros(SHAPE.sizes())) for i in range(2)])
+        return engine.describe()
+
+
+_DESCRIPTION = _a_description()
 
 
 @pytest.fixture(name="engines")
@@ -201,6 +212,46 @@ def test_a_description_of_another_version_names_both(engines):
     data[1] = 99
     with pytest.raises(InputError, match=r"version 99.*understands 1"):
         owner.open(bytes(data))
+
+
+@settings(max_examples=300, deadline=None)
+@given(place=st.integers(0, 10_000), value=st.integers(0, 255), cut=st.integers(0, 20))
+def test_damaged_descriptions_are_refused_or_harmless(place, value, cut):
+    """Whatever one byte says: an error of ours, never a crash, never a wait."""
+    data = bytearray(_DESCRIPTION)
+    data[place % len(data)] = value
+    with contextlib.suppress(ValueError):
+        known = messages.read_description(bytes(data[: len(data) - cut]))
+        assert len(known.layers) <= 4096
+
+
+@pytest.mark.parametrize(("owners", "readers"), [(1, 4), (4, 1), (2, 4), (4, 2), (2, 2), (4, 4)])
+def test_whole_instances_read_and_write_replicated_heads(engines, owners, readers):
+    """Field bugs sglang#31295, #31968: 2 KV heads on 1, 2 or 4 ranks of either side."""
+
+    def instance(name, size):
+        return [engines(f"{name}{rank}", Shape("bpthd", 6, 16, 2, rank, size, channels=8)) for rank in range(size)]
+
+    theirs, mine = instance("owner", owners), instance("reader", readers)
+    truth = torch.arange(32 * 2 * 2 * 8).float().view(32, 2, 2, 8)
+    for rank, (_, tensors) in enumerate(theirs):
+        for tensor in tensors:
+            fill(Shape("bpthd", 6, 16, 2, rank, owners, channels=8), tensor, [5, 0], truth)
+    remotes = [engine.open(*(owner.describe() for owner, _ in theirs)) for engine, _ in mine]
+    for rank, ((engine, tensors), remote) in enumerate(zip(mine, remotes, strict=True)):
+        engine.read(remote, [5, 0], [1, 2]).wait()
+        shape = Shape("bpthd", 6, 16, 2, rank, readers, channels=8)
+        heads = slice(shape.heads.first, shape.heads.end)
+        for tensor in tensors:
+            assert torch.equal(content(shape, tensor, [1, 2], range(32)), truth[:, :, heads])
+            fill(shape, tensor, [1, 2], -truth)
+    for (engine, _), remote in zip(mine, remotes, strict=True):
+        engine.write(remote, [5, 0], [1, 2]).wait()
+    for rank, (_, tensors) in enumerate(theirs):
+        shape = Shape("bpthd", 6, 16, 2, rank, owners, channels=8)
+        heads = slice(shape.heads.first, shape.heads.end)
+        for tensor in tensors:
+            assert torch.equal(content(shape, tensor, [5, 0], range(32)), -truth[:, :, heads])
 
 
 def test_a_closed_engine_is_not_reachable_and_a_restarted_one_is_told_apart(engines):

@@ -1,5 +1,6 @@
 """One conformance suite over every transport that this machine has."""
 
+import signal
 import uuid
 
 import pytest
@@ -53,6 +54,20 @@ def test_the_owner_is_killed_in_the_middle(transport):
         _, took = run.join(expect_errors=True)
         assert isinstance(took, float), took
         assert took < 15
+
+
+def test_the_owner_is_stopped_in_the_middle(transport):
+    with Ranks(2, group=False) as ranks:
+        run = ranks.start(programs.owner_stops, _name(), transport, deadline=90)
+        run.wait_reached(0, "owner is up")
+        run.wait_reached(1, "reading")
+        ranks.kill(0, signal.SIGSTOP)
+        run.wait_reached(1, "through")
+        ranks.kill(0)
+        _, (took, outcome) = run.join(expect_errors=True)
+    assert took < 10, outcome
+    if transport in ("shm", "cma"):
+        assert outcome == "done"
 
 
 def test_the_reader_is_killed_in_the_middle(transport):
