@@ -11,7 +11,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 py
     $(name) -c '$(USABLE)' >/dev/null 2>&1 && echo $(name))))
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-BENCH_ARGS ?=
+BENCH_ARGS ?= --json bench-results/ep.json --png bench-results/ep.png
 DEMO_ARGS ?=
 
 VENV := .venv
@@ -26,7 +26,7 @@ VLLM_STAMPS := $(VLLM_VENV)/.stamps
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install
 
 # Versions of tools that judge the code are fixed: a new release must not turn a green build red.
-BUILD_TOOLS := scikit-build-core>=0.10 nanobind>=2.2 cmake>=3.18 ninja hatchling>=1.25
+BUILD_TOOLS := scikit-build-core>=0.10 nanobind>=2.2 cmake>=3.18 ninja hatchling>=1.25 editables
 TOOLS := pytest>=8 pytest-timeout hypothesis numpy matplotlib nox \
     ruff==0.17.6 mypy==2.4.1 types-PyYAML clang-format==23.1.5
 

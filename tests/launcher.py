@@ -43,7 +43,7 @@ DEADLINE_S = 60.0
 #: How long the other ranks may take to report as well after the first one has failed.
 GRACE_S = 0.5
 #: Idle pools are closed, least recently used first, when more processes than this would be alive.
-MAX_IDLE_PROCESSES = 40
+MAX_IDLE_PROCESSES = 64
 STDERR_TAIL = 6000
 
 
@@ -87,9 +87,7 @@ class Ranks:
     cam group. deadline: seconds for each run. config: fields of cam.Config, passed to cam.init.
     """
 
-    def __init__(
-        self, world_size: int, *, group: bool = True, deadline: float = DEADLINE_S, **config: Any
-    ) -> None:
+    def __init__(self, world_size: int, *, group: bool = True, deadline: float = DEADLINE_S, **config: Any) -> None:
         self.world_size, self.deadline = world_size, deadline
         self._key = (world_size, group, json.dumps(config, sort_keys=True, default=str))
         self._make = lambda: _Pool(world_size, group, config)
@@ -117,6 +115,10 @@ class Ranks:
         pool = self._live()
         pool.tainted = True
         os.kill(pool.pids[rank], signum)
+
+    def discard(self) -> None:
+        """For functions that catch errors themselves and leave a broken group behind: later tests get other ranks."""
+        self._live().tainted = True
 
     def stderr(self, rank: int) -> str:
         """Tail of everything the rank has written to stdout and stderr."""
@@ -147,9 +149,7 @@ class Run:
 
     _ids = itertools.count()
 
-    def __init__(
-        self, pool: "_Pool", fn: Callable[..., Any] | None, args: Sequence[Any], deadline: float
-    ) -> None:
+    def __init__(self, pool: "_Pool", fn: Callable[..., Any] | None, args: Sequence[Any], deadline: float) -> None:
         if pool.busy:
             raise RuntimeError("a run is already in progress on these ranks: join it first")
         self._pool, self._deadline = pool, deadline
@@ -163,8 +163,7 @@ class Run:
         messages: list[bytes] = []
         if fn is not None:
             messages = [
-                wire.dumps((self._id, fn, _own(args, rank, pool.world_size)))
-                for rank in range(pool.world_size)
+                wire.dumps((self._id, fn, _own(args, rank, pool.world_size))) for rank in range(pool.world_size)
             ]
         pool.busy = True
         # The only clock: whatever this process is blocked in, the timer ends the ranks and their pipes.
@@ -216,7 +215,7 @@ class Run:
             try:
                 run, kind, value = wire.loads(self._pool.connections[rank].recv_bytes())
             except (EOFError, OSError):
-                self._failures[rank] = RankDied(rank, self._pool.exitcode(rank))
+                self._failures[rank] = self._ended(rank)
                 continue
             if run != self._id:
                 continue
@@ -226,6 +225,11 @@ class Run:
                 self._failures[rank] = value
             else:
                 self._results[rank] = value
+
+    def _ended(self, rank: int) -> BaseException:
+        if self._expired:
+            return TimeoutError(f"rank {rank} was still running")
+        return RankDied(rank, self._pool.exitcode(rank))
 
     def _expire(self) -> None:
         self._expired = True

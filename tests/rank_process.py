@@ -72,9 +72,7 @@ def main(rank: int, start: Start, connection: Connection, stderr: Any, parent: i
         try:
             message = wire.dumps((run, kind, value))
         except Exception as error:
-            message = wire.dumps(
-                (run, "error", TypeError(f"rank {rank}: cannot pickle the {kind}: {error!r}"))
-            )
+            message = wire.dumps((run, "error", TypeError(f"rank {rank}: cannot pickle the {kind}: {error!r}")))
         connection.send_bytes(message)
 
     global _to_parent

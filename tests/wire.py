@@ -38,10 +38,11 @@ def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 
 
-def _exception(
-    kind: type[BaseException], args: tuple[object, ...], attributes: dict[str, object]
-) -> BaseException:
-    error = kind.__new__(kind, *args)
+def _exception(kind: type[BaseException], args: tuple[object, ...], attributes: dict[str, object]) -> BaseException:
+    try:
+        error = kind.__new__(kind, *args)
+    except TypeError:  # several built-in bases: Python itself would use the first one's
+        error = Exception.__new__(kind, *args)
     error.args = args
     for name, value in attributes.items():
         setattr(error, name, value)

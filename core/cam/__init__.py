@@ -1,8 +1,8 @@
 """CAM: communication ops for large models, with one semantics on every device.
 
     import cam
-    group = cam.init()                          # torchrun's environment, a torch ProcessGroup, a Store, or
-    alone buffer = cam.ep.Buffer(group, num_experts=64)
+    group = cam.init()      # torchrun's environment; or a torch ProcessGroup, a Store; or alone
+    buffer = cam.ep.Buffer(group, num_experts=64)
 
 See the docstrings of `cam.init`, `cam.Group`, `cam.Config` and `cam.ep.Buffer`.
 """

@@ -31,9 +31,7 @@ class Mismatch(CamError):
     field: name of the parameter; mine: this rank's value; rank: the rank that differs; theirs: its value.
     """
 
-    def __init__(
-        self, message: str, *, field: str = "", mine: str = "", rank: int = -1, theirs: str = ""
-    ) -> None:
+    def __init__(self, message: str, *, field: str = "", mine: str = "", rank: int = -1, theirs: str = "") -> None:
         super().__init__(message)
         self.field, self.mine, self.rank, self.theirs = field, mine, rank, theirs
 
@@ -80,9 +78,7 @@ class OutOfWindowMemory(CamError, MemoryError):
     rank: whose window; requested, allocated, limit: bytes.
     """
 
-    def __init__(
-        self, message: str, *, rank: int = -1, requested: int = 0, allocated: int = 0, limit: int = 0
-    ) -> None:
+    def __init__(self, message: str, *, rank: int = -1, requested: int = 0, allocated: int = 0, limit: int = 0) -> None:
         super().__init__(message)
         self.rank, self.requested, self.allocated, self.limit = rank, requested, allocated, limit
 

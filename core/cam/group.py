@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.dlpack import from_dlpack
 
-import cam_kernels as native
 from cam import registry
 from cam.config import Config
 from cam.deadline import seconds
 from cam.errors import CamError, ForkedProcess, GroupAborted, InputError, NotReachable
+from cam.native import kernels as native
 from cam.native_errors import NATIVE_ERRORS, translate
 from cam.peers import Peer
 from cam.turns import Turns
@@ -54,7 +54,7 @@ class Group:
         size: int,
         config: Config,
         peers: tuple[Peer, ...],
-        arena: native.Arena,
+        arena: "native.Arena",
         endpoint: "native.Endpoint | None",
         unreachable: str,
     ) -> None:
@@ -149,14 +149,14 @@ class Group:
     # --- for the floors above: ops and jobs -----------------------------------------------------------------
 
     @property
-    def arena(self) -> native.Arena:
+    def arena(self) -> "native.Arena":
         """The allocator of this rank's window."""
         if self._refusal is not None or self._arena is None:
             raise self._refuse("arena")
         return self._arena
 
     @property
-    def endpoint(self) -> native.Endpoint:
+    def endpoint(self) -> "native.Endpoint":
         """The native endpoint. Raises NotReachable when some ranks do not share memory."""
         if self._endpoint is None:
             raise self._refuse("endpoint")
@@ -168,9 +168,7 @@ class Group:
         between."""
         return self._turns
 
-    def call(
-        self, operation: str, fn: Callable[..., T], *args: Any, timeout: float | timedelta | None = None
-    ) -> T:
+    def call(self, operation: str, fn: Callable[..., T], *args: Any, timeout: float | timedelta | None = None) -> T:
         """fn(*args, timeout_s=...) in this operation's turn, its native errors translated.
 
         The deadline starts when the turn comes.
@@ -197,7 +195,10 @@ class Group:
         """
         if self._refusal is not None:
             raise self._refusal("submit")
-        return self._turns.submit(fn)
+        try:
+            return self._turns.submit(fn)
+        except RuntimeError:  # another thread has closed the group just now
+            raise self._closed("submit") from None
 
     # --- why not --------------------------------------------------------------------------------------------
 

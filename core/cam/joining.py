@@ -4,13 +4,13 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import cam_kernels as native
 from cam import host, registry
 from cam.config import Config
 from cam.deadline import Deadline, seconds
 from cam.errors import InputError
 from cam.group import Group
 from cam.memory.segment import Segment
+from cam.native import kernels as native
 from cam.native_errors import NATIVE_ERRORS, translate
 from cam.peers import Links, link
 from cam.rendezvous import Alone, ProcessGroupRendezvous, Rendezvous, StoreRendezvous, from_environment

@@ -6,7 +6,6 @@ field, mine, theirs, requested, allocated, limit.
 
 from typing import Any
 
-import cam_kernels as native
 from cam.errors import (
     CamError,
     GroupAborted,
@@ -16,15 +15,21 @@ from cam.errors import (
     PeerLost,
     Timeout,
 )
+from cam.native import LOADED
+from cam.native import kernels as native
 
 #: What `except` has to name.
 NATIVE_ERRORS: tuple[type[Exception], ...] = (
-    native.WaitTimeout,
-    native.PeerDied,
-    native.Aborted,
-    native.ParameterMismatch,
-    native.OutOfMemory,
-    native.BadInput,
+    (
+        native.WaitTimeout,
+        native.PeerDied,
+        native.Aborted,
+        native.ParameterMismatch,
+        native.OutOfMemory,
+        native.BadInput,
+    )
+    if LOADED
+    else ()
 )
 
 
@@ -40,7 +45,7 @@ def translate(error: Exception, group: str, operation: str, rank: int) -> CamErr
     match error:
         case native.WaitTimeout():
             return Timeout(
-                f"{where}: {_named(ranks)} did not arrive within {waited_s:.3g} s: {message}",
+                f"{where}: {_named(ranks)} did not arrive within {waited_s:.3g} s ({message})",
                 operation=operation,
                 phase=phase,
                 ranks=ranks,
@@ -49,7 +54,7 @@ def translate(error: Exception, group: str, operation: str, rank: int) -> CamErr
         case native.PeerDied():
             lost = ranks[0] if ranks else -1
             return PeerLost(
-                f"{where}: {_named(ranks)} was lost after {waited_s:.3g} s of waiting: {message}",
+                f"{where}: {_named(ranks)} was lost after {waited_s:.3g} s of waiting ({message})",
                 operation=operation,
                 phase=phase,
                 rank=lost,
@@ -58,20 +63,18 @@ def translate(error: Exception, group: str, operation: str, rank: int) -> CamErr
         case native.ParameterMismatch():
             field, mine, theirs = (str(fields.get(key, "")) for key in ("field", "mine", "theirs"))
             return Mismatch(
-                f"{where}: {field} is {mine} on rank {rank} and {theirs} on {_named(ranks)}: {message}",
+                f"{where}: {field} is {mine} on rank {rank} and {theirs} on {_named(ranks)} ({message})",
                 field=field,
                 mine=mine,
                 rank=ranks[0] if ranks else -1,
                 theirs=theirs,
             )
         case native.OutOfMemory():
-            requested, allocated, limit = (
-                int(fields.get(key) or 0) for key in ("requested", "allocated", "limit")
-            )
+            requested, allocated, limit = (int(fields.get(key) or 0) for key in ("requested", "allocated", "limit"))
             whose = ranks[0] if ranks else rank
             return OutOfWindowMemory(
                 f"{where}: the window of rank {whose} has no room for {requested} bytes: {allocated} of "
-                f"{limit} are in use: {message} (knob: window_limit, CAM_WINDOW_LIMIT)",
+                f"{limit} are in use ({message}; knob: window_limit, CAM_WINDOW_LIMIT)",
                 rank=whose,
                 requested=requested,
                 allocated=allocated,

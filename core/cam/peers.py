@@ -145,7 +145,9 @@ def link(rendezvous: Rendezvous, make_segment: Callable[[int], Segment], deadlin
 
         def swap() -> _View:
             nonlocal handed
-            handed, refusals = handover.exchange(own.fd, hellos[0].secret, callers, deadline)
+            # The rest of the time is for telling the others who was late, or they would blame this rank.
+            limit = Deadline(deadline.left_s * 0.8)
+            handed, refusals = handover.exchange(own.fd, hellos[0].secret, callers, limit)
             for peer in list(handed):
                 reason = doubt(handed[peer].fd, reaches[peer].nonce, reaches[peer].window_bytes)
                 if reason:
@@ -229,9 +231,7 @@ def _explain(reasons: dict[tuple[int, int], str]) -> str:
     return f"rank {rank} cannot share memory with rank {peer}: {reason}{more}"
 
 
-def _step(
-    rendezvous: Rendezvous, step: str, part: Callable[[], T], kind: type[T], deadline: Deadline
-) -> list[T]:
+def _step(rendezvous: Rendezvous, step: str, part: Callable[[], T], kind: type[T], deadline: Deadline) -> list[T]:
     """Runs part() and gathers everybody's result; raises on all ranks when it raises on one of them."""
     release = version("cam")
     failure: Exception | None = None

@@ -27,6 +27,12 @@ def group(name: str = "cam") -> "Group":
     return found
 
 
+def groups() -> "list[Group]":
+    """The open groups of this process."""
+    with _lock:
+        return [each for each in _groups.values() if each is not None]
+
+
 class reserve:  # noqa: N801  # used like a function: `with reserve(name) as reservation`
     """Holds a name while its group is joined, so that two threads cannot take the same."""
 
@@ -36,9 +42,7 @@ class reserve:  # noqa: N801  # used like a function: `with reserve(name) as res
     def __enter__(self) -> "reserve":
         with _lock:
             if self._name in _groups:
-                raise InputError(
-                    f"a group {self._name!r} is open in this process: close it, or give another name="
-                )
+                raise InputError(f"a group {self._name!r} is open in this process: close it, or give another name=")
             _groups[self._name] = None
         return self
 

@@ -73,10 +73,7 @@ class StoreRendezvous:
         deadline = Deadline(timeout_s)
         try:
             self._store.set(f"{key}/{self.rank}", payload)  # type: ignore[arg-type]  # the stub forgets bytes
-            return [
-                payload if rank == self.rank else self._get(f"{key}/{rank}", deadline)
-                for rank in range(self.size)
-            ]
+            return [payload if rank == self.rank else self._get(f"{key}/{rank}", deadline) for rank in range(self.size)]
         except RuntimeError as error:
             # A store that still answers has only run out of time; some do a moment early.
             late = self._missing(key)

@@ -63,12 +63,15 @@ class Turns:
         return future
 
     def close(self) -> None:
-        """Waits for what was submitted, then ends the progress thread. Idempotent."""
+        """Waits for what was submitted, then ends the progress thread. Idempotent.
+
+        With the turn in hand it only says that there is nothing more to come: the work waits for the turn.
+        """
         with self._queue:
             self._closed = True
             executor, self._executor = self._executor, None
         if executor is not None:
-            executor.shutdown(wait=True)
+            executor.shutdown(wait=not self.lock._is_owned())  # type: ignore[attr-defined]
 
     def _run(self, fn: Callable[[], T]) -> T:
         with self.lock:

@@ -13,7 +13,7 @@
 namespace cam {
 
 namespace nb = nanobind;
-using Array = nb::ndarray<>;
+using Array = nb::ndarray<nb::array_api>;
 
 nb::dlpack::dtype dtype_named(const std::string& name);
 

@@ -14,6 +14,7 @@ class Case:
     out_dtype: of the rows given to combine (default: as x). routing: see _route. prequantised: x is an opaque
     pair, one of PAIRS.
     strided: x, topk_idx and topk_weights are not contiguous. weights, masks, bias: given or not.
+    special: some elements of x and of combine's rows are NaN, infinite, denormal, -0 or the largest finite.
     """
 
     tokens: tuple[int, ...]
@@ -33,6 +34,7 @@ class Case:
     strided: bool = False
     out_hidden: int | None = None
     out_dtype: torch.dtype | None = None
+    special: bool = False
     seed: int = 0
 
     @property
@@ -66,14 +68,14 @@ def inputs(case: Case, rank: int) -> Inputs:
     weights = torch.randn(tokens, k, generator=g) if case.weights else None
     mask = torch.rand(tokens, generator=g) < 0.7 if case.masks else None
     wide = case.out_hidden or case.hidden
-    bias = (
-        _floats(tokens, wide, case.out_dtype or case.dtype, generator(case, rank, 1)) if case.bias else None
-    )
+    bias = _floats(tokens, wide, case.out_dtype or case.dtype, generator(case, rank, 1)) if case.bias else None
     x: Tensor | tuple[Tensor, Tensor]
     if case.prequantised is not None:
         x = _pair(case, rank)
     else:
         x = _floats(tokens, case.hidden, case.dtype, generator(case, rank, 2))
+        if case.special:
+            _add_specials(x, generator(case, rank, 2))
         if case.quant is not None and tokens > 1:
             x[1] = 0  # a zero row has a rule of its own
     if case.strided:
@@ -89,9 +91,10 @@ def all_inputs(case: Case) -> list[Inputs]:
 
 def expert_output(case: Case, rank: int, rows: int) -> Tensor:
     """[R, H'] What the experts of a rank return; random, so that combine is tested on its own."""
-    return _floats(
-        rows, case.out_hidden or case.hidden, case.out_dtype or case.dtype, generator(case, rank, 3)
-    )
+    y = _floats(rows, case.out_hidden or case.hidden, case.out_dtype or case.dtype, generator(case, rank, 3))
+    if case.special:
+        _add_specials(y, generator(case, rank, 3))
+    return y
 
 
 def row_weights(case: Case, rank: int, rows: int) -> Tensor:
@@ -120,6 +123,17 @@ def _floats(rows: int, columns: int, dtype: torch.dtype, g: torch.Generator) -> 
     return (x * 2.0 ** torch.randint(-3, 4, (rows, 1), generator=g)).to(dtype)
 
 
+def _add_specials(x: Tensor, g: torch.Generator) -> None:
+    """One in ten rows becomes all denormal; half of the others get some of the values that arithmetic treats apart."""
+    info = torch.finfo(x.dtype)
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, info.max, info.min, info.smallest_normal / 4])
+    chosen = odd.to(x.dtype)[torch.randint(0, len(odd), x.shape, generator=g)]
+    rows = torch.rand(x.shape[0], 1, generator=g)
+    here = (rows < 0.5) & (torch.rand(x.shape, generator=g) < 1 / (x.shape[1] + 1))
+    x[:] = torch.where(here, chosen, x)
+    x[:] = torch.where(rows > 0.9, (x.float() * (info.smallest_normal / 64)).to(x.dtype), x)
+
+
 def _pair(case: Case, rank: int) -> tuple[Tensor, Tensor]:
     tokens, hidden, g = case.tokens[rank], case.hidden, generator(case, rank, 2)
     small = torch.randint(-128, 128, (tokens, hidden), generator=g, dtype=torch.int8)
@@ -133,9 +147,9 @@ def _pair(case: Case, rank: int) -> tuple[Tensor, Tensor]:
         case "uint8 [T, 2] half":
             return small.view(torch.uint8), torch.rand(tokens, 2, generator=g).half()
         case "int32 [T, 5]":
-            return torch.randint(
-                -(2**31), 2**31, (tokens, hidden), generator=g, dtype=torch.int32
-            ), torch.rand(tokens, 5, generator=g)
+            return torch.randint(-(2**31), 2**31, (tokens, hidden), generator=g, dtype=torch.int32), torch.rand(
+                tokens, 5, generator=g
+            )
         case "bf16 [T]":
             return torch.randn(tokens, hidden, generator=g).bfloat16(), torch.rand(tokens, generator=g)
     raise ValueError(f"prequantised={case.prequantised!r}: one of {PAIRS}")

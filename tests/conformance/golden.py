@@ -63,9 +63,7 @@ def received(case: Case) -> tuple[reference.Received, ...]:
 def outputs(case: Case, parts: Sequence[reference.Received], *, weighted: bool = True) -> list[Tensor]:
     ys = [expert_output(case, rank, part.x.shape[0]) for rank, part in enumerate(parts)]
     bias = [mine.bias for mine in all_inputs(case) if mine.bias is not None] if case.bias else None
-    return reference.combine(
-        ys, parts, _used_weights(case) if weighted else None, layout=case.layout, bias=bias
-    )
+    return reference.combine(ys, parts, _used_weights(case) if weighted else None, layout=case.layout, bias=bias)
 
 
 def check_received(seen: Seen, part: reference.Received, rank: int) -> None:
@@ -101,9 +99,7 @@ def check_backward(case: Case, everything: Sequence[Seen]) -> None:
     ys = [expert_output(case, rank, parts[rank].x.shape[0]) for rank in world]
     outs = outputs(case, parts)
     grad_outs = [cotangent(outs[rank], case, rank, 5) for rank in world]
-    grad_ys, grad_weights, grad_bias = reference.combine_backward(
-        grad_outs, ys, parts, used, layout=case.layout
-    )
+    grad_ys, grad_weights, grad_bias = reference.combine_backward(grad_outs, ys, parts, used, layout=case.layout)
     grad_xs, received_weights = reference.dispatch_backward(
         [cotangent(part.x, case, rank, 7) for rank, part in enumerate(parts)],
         [_local(part, cotangent(part.topk_weights, case, rank, 5)) for rank, part in enumerate(parts)]  # type: ignore[arg-type]
@@ -132,12 +128,9 @@ def _row_gradient(case: Case, rank: int) -> Tensor:
     want = torch.zeros_like(row_weights(case, rank, parts[rank].x.shape[0]))
     for source, part in enumerate(parts):
         grad = cotangent(torch.empty(part.route.shape[:2]), case, source, 6)
-        for token, k in (part.route[..., 0] == rank).nonzero().tolist():
-            row = part.route[token, k, 1]
-            if want.dim() == 1:
-                want[row] = grad[token, k]
-            else:
-                want[row, k] = grad[token, k]
+        here = part.route[..., 0] == rank
+        row, k = part.route[..., 1][here], here.nonzero()[:, 1]
+        want[row if want.dim() == 1 else (row, k)] = grad[here]
     return want
 
 

@@ -101,11 +101,7 @@ def backward(group: Any, case: Case) -> Seen:
 
 def special_values(group: Any, layout: str, dtype: torch.dtype) -> bool:
     """Rows are moved, not computed with: every bit arrives."""
-    x = (
-        torch.tensor([[float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-45, 6e-8]])
-        .to(dtype)
-        .repeat(2, 1)
-    )
+    x = torch.tensor([[float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-45, 6e-8]]).to(dtype).repeat(2, 1)
     buffer = cam.ep.Buffer(group, 4, layout=layout)
     recv, handle = buffer.dispatch(x, torch.tensor([[0, 3], [2, 1]]))
     integer = torch.int32 if dtype == torch.float32 else torch.int16
@@ -150,11 +146,7 @@ def layer(group: Any, case: Case, checkpointed: bool) -> Seen:
         y = apply_experts(recv, experts, buffer.expert_range().start, case)
         return buffer.combine(y, handle)
 
-    out = (
-        checkpoint(step, x, logits, experts, use_reentrant=False)
-        if checkpointed
-        else step(x, logits, experts)
-    )
+    out = checkpoint(step, x, logits, experts, use_reentrant=False) if checkpointed else step(x, logits, experts)
     out.backward(cotangent(out, case, group.rank, 6))
     return {"out": out, "x": x.grad, "logits": logits.grad, "experts": experts.grad}
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import cam
+import cam_kernels
 from cam_kernels import reference
 from tests.conformance import field_bugs, golden, programs, stress
 from tests.conformance.case import Case
@@ -33,9 +34,7 @@ def test_01_ranks_that_get_no_tokens(layout: str) -> None:
 @in_layouts
 def test_02_a_rank_that_sends_no_tokens(layout: str) -> None:
     """DeepEP#374, sglang#25397: crash on x[:0]. Empty in, empty [0, H] out."""
-    check(
-        Case((6, 0), hidden=24, layout=layout, bias=True), Case((0, 0), hidden=24, layout=layout, bias=True)
-    )
+    check(Case((6, 0), hidden=24, layout=layout, bias=True), Case((0, 0), hidden=24, layout=layout, bias=True))
 
 
 @in_layouts
@@ -66,7 +65,7 @@ def test_05_offsets_after_the_first_peer(layout: str) -> None:
     """
     with Ranks(4) as ranks:
         for wrong in ranks.run(field_bugs.tagged, layout):
-            assert wrong == []
+            assert not wrong, "\n".join(wrong)
 
 
 @in_layouts
@@ -74,7 +73,7 @@ def test_06_no_row_is_ever_corrupt_at_capacity(layout: str) -> None:
     """DeepEP#700: one wrong row in 3 % of calls at capacity. (500 rounds on 4 ranks: test_stress.py.)"""
     with Ranks(3) as ranks:
         for wrong in ranks.run(stress.rounds, 150, layout, None):
-            assert wrong == []
+            assert not wrong, "\n".join(wrong)
 
 
 @in_layouts
@@ -84,7 +83,7 @@ def test_07_a_slow_reader_is_not_overwritten(layout: str) -> None:
     """
     with Ranks(3) as ranks:
         for wrong in ranks.run(field_bugs.slow_reader, 200, layout):
-            assert wrong == []
+            assert not wrong, "\n".join(wrong)
 
 
 @in_layouts
@@ -144,22 +143,20 @@ def test_12_any_top_k(topk: int, layout: str) -> None:
     check(Case((5, 3), experts=64, topk=topk, layout=layout, routing="distinct"))
 
 
-def test_13_sizes_beyond_32_bits() -> None:
-    """vllm#48398, sgl-kernel-npu#723: 32-bit offsets overflow. A hint for far more than 2^32 bytes."""
+def test_13_offsets_and_sizes_beyond_32_bits() -> None:
+    """vllm#48398, sgl-kernel-npu#723: 32-bit offsets overflow. The helper that all kernels use, and the size hint."""
+    assert cam_kernels.row_offset(1 << 33, 1 << 20, 7168 * 2) == (1 << 33) + (1 << 20) * 7168 * 2
     with Ranks(1) as ranks:
         (small, large) = ranks.run(field_bugs.size_hints)[0]
     assert small > 0
     assert large >= 2**20 * 8 * 7168 * 2
 
 
-@in_layouts
-def test_13_rows_beyond_2_gib_of_the_window(layout: str) -> None:
-    """vllm#48398, sgl-kernel-npu#723: as above, with real rows on both sides of 2^32 (untouched memory is
-    free).
-    """
-    case = Case((5, 4), layout=layout, hidden=64)
-    with Ranks(2, window_limit="8GiB") as ranks:
-        golden.check_forward(case, ranks.run(field_bugs.beyond_4_gib, case))
+def test_13_rows_beyond_2_gib_of_the_window() -> None:
+    """vllm#48398, sgl-kernel-npu#723: as above, with real rows."""
+    case = Case((5, 4), hidden=64)
+    with Ranks(2, window_limit="4GiB", window_retain=0) as ranks:
+        golden.check_forward(case, ranks.run(field_bugs.beyond_2_gib, case))
 
 
 def test_14_sums_are_float32() -> None:
@@ -221,7 +218,8 @@ def test_17_a_late_rank_is_named() -> None:
     why.
     """
     with Ranks(3) as ranks:
-        results = ranks.run(field_bugs.late, 2, expect_errors=True)
+        results = ranks.run(field_bugs.late, 2)
+        ranks.discard()  # their group is broken
     for rank in (0, 1):
         first, second = results[rank]
         assert isinstance(first, cam.Timeout), repr(first)
@@ -237,4 +235,4 @@ def test_18_zero_splits(layout: str) -> None:
     """Paddle#73875: all-to-all with zero splits divides by zero. Rows for ranks as [0, n, 0, m]."""
     with Ranks(4) as ranks:
         for wrong in ranks.run(field_bugs.zero_splits, layout):
-            assert wrong == []
+            assert not wrong, "\n".join(wrong)

@@ -45,6 +45,7 @@ def cases(draw: st.DrawFn, *, differentiable: bool = False) -> Case:
         strided=False if differentiable else draw(st.booleans()),
         out_hidden=None if differentiable else draw(st.sampled_from([None, 1, 24, 100])),
         out_dtype=None if differentiable else draw(st.sampled_from([None, *DTYPES])),
+        special=False if differentiable else draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
 

@@ -15,34 +15,41 @@ def test_500_rounds_at_capacity(layout: str, quant: str | None) -> None:
     """One rank is slow at a different point of every round; every row of every round is compared."""
     with Ranks(4, deadline=120) as ranks:
         for wrong in ranks.run(stress.rounds, 500, layout, quant):
-            assert wrong == []
+            assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_every_backend_for_100_rounds(backend: Backend) -> None:
     with Ranks(2, **backend.config) as ranks:
         for wrong in ranks.run(stress.rounds, 100, "expert", None):
-            assert wrong == []
+            assert not wrong, "\n".join(wrong)
 
 
 def test_eight_ranks_on_few_cores() -> None:
     with Ranks(8) as ranks:
         for wrong in ranks.run(stress.rounds, 60, "rank", None):
-            assert wrong == []
+            assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("spin_us", [0, 2000])
+def test_waits_that_only_sleep_or_only_spin(spin_us: int) -> None:
+    with Ranks(3, spin_us=spin_us) as ranks:
+        for wrong in ranks.run(stress.rounds, 100, "expert", None):
+            assert not wrong, "\n".join(wrong)
 
 
 @in_layouts
 def test_many_dispatches_in_flight(layout: str) -> None:
     with Ranks(3) as ranks:
         for wrong in ranks.run(stress.in_flight, 12, layout):
-            assert wrong == []
+            assert not wrong, "\n".join(wrong)
 
 
 @in_layouts
 def test_async_forms_give_the_same(layout: str) -> None:
     with Ranks(3) as ranks:
         for wrong in ranks.run(stress.asynchronous, 40, layout):
-            assert wrong == []
+            assert not wrong, "\n".join(wrong)
 
 
 @in_layouts

@@ -21,9 +21,7 @@ def test_get_dispatch_layout(case: Case) -> None:
     import umdk_cam_op_lib  # noqa: F401
 
     for mine in all_inputs(case):
-        counts, position = torch.ops.umdk_cam_op_lib.get_dispatch_layout(
-            mine.topk_idx, case.experts, case.world
-        )
+        counts, position = torch.ops.umdk_cam_op_lib.get_dispatch_layout(mine.topk_idx, case.experts, case.world)
         want_counts, want_position = reference.get_dispatch_layout(mine.topk_idx, case.experts)
         golden.same_bits(counts, want_counts, "num_tokens_per_expert")
         golden.same_bits(position, want_position, "send_token_idx")

@@ -185,8 +185,6 @@ def test_errors_survive_pickling_with_their_fields() -> None:
         (1, 3),
         2.5,
     )
-    full = pickle.loads(
-        pickle.dumps(cam.OutOfWindowMemory("full", rank=2, requested=9, allocated=8, limit=10))
-    )
+    full = pickle.loads(pickle.dumps(cam.OutOfWindowMemory("full", rank=2, requested=9, allocated=8, limit=10)))
     assert isinstance(full, MemoryError)
     assert (full.rank, full.requested, full.allocated, full.limit) == (2, 9, 8, 10)

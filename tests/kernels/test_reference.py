@@ -116,9 +116,7 @@ def test_expert_layout_padded() -> None:
 
 
 def test_an_expert_without_rows_gets_no_padding() -> None:
-    (only,) = reference.dispatch(
-        [rows([1.0])], [torch.tensor([[2]])], None, 3, layout="expert", expert_alignment=2
-    )
+    (only,) = reference.dispatch([rows([1.0])], [torch.tensor([[2]])], None, 3, layout="expert", expert_alignment=2)
     assert only.x.shape[0] == 2
     assert only.expert_counts.tolist() == [0, 0, 1]
 
@@ -264,9 +262,7 @@ def test_oracle_is_dispatch_experts_combine(seed: int) -> None:
     parts = reference.dispatch(xs, idx, weights, 5, layout="expert")
     ys = []
     for part, mine in zip(parts, reference.expert_ranges(5, 3), strict=True):
-        per_row = torch.repeat_interleave(torch.tensor(list(mine), dtype=torch.float32), part.expert_counts)[
-            :, None
-        ]
+        per_row = torch.repeat_interleave(torch.tensor(list(mine), dtype=torch.float32), part.expert_counts)[:, None]
         ys.append(part.x * (per_row + 1) + per_row)
     got = reference.combine(ys, parts, weights, layout="expert")
     for out, expected in zip(got, reference.moe(xs, idx, weights, expert), strict=True):

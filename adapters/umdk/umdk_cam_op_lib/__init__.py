@@ -14,6 +14,7 @@ from torch import Tensor
 import cam
 from cam.errors import InputError
 from cam.ops import ep as _ep  # noqa: F401  # registers torch.ops.cam.ep_*
+from cam.ops.placement import expert_range
 
 NAMESPACE = "umdk_cam_op_lib"
 _GROUP_TIMEOUT = -1.0
@@ -86,6 +87,8 @@ def moe_dispatch_prefill(
         None,
         group_ep,
         num_experts,
+        len(expert_range(num_experts, num_ranks, rank)),
+        num_ranks,
         "expert",
         "int8" if use_quant else "none",
         1,

@@ -17,7 +17,10 @@ from cam.errors import BackendUnavailable
 
 
 class Progress(Protocol):
-    """Told what happens. All methods are called in this thread, never while a case is timed."""
+    """Told what happens. All methods are called in this thread, never while a case is timed.
+
+    The report that `planned` gets fills up as cases finish.
+    """
 
     def planned(self, report: Report, cases: list[Case]) -> None: ...
 
@@ -35,7 +38,7 @@ def run(plan: Plan, *, command: str = "", progress: Progress | None = None, pati
     """
     began = time.monotonic()
     cores = host.usable_cores()
-    mpi = Mpi.find() if "mpi" in plan.engines else Mpi(None, "not asked for")
+    mpi = Mpi.find() if "mpi" in plan.engines else Mpi(None)
     report = Report(
         command=command,
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -47,15 +50,18 @@ def run(plan: Plan, *, command: str = "", progress: Progress | None = None, pati
     cases = _that_fit(plan.cases(cores), report)
     if progress is not None:
         progress.planned(report, cases)
-    with tempfile.TemporaryDirectory(prefix="cam-bench-") as directory:
-        for ranks in dict.fromkeys(case.ranks for case in cases):
-            mine = tuple(case for case in cases if case.ranks == ranks)
-            spec = WorldSpec(ranks, directory, mine, plan, mpi=mpi.version is not None)
-            run_world(spec, _listener(report, progress), mpi=mpi, crowded=ranks > cores, patience_s=patience_s)
-    base = plan.base_ranks(cores)
-    if base is not None:
-        report.crowding = find_crowding(report.results, base)
-    report.seconds = time.monotonic() - began
+    try:
+        with tempfile.TemporaryDirectory(prefix="cam-bench-") as directory:
+            for ranks in dict.fromkeys(case.ranks for case in cases):
+                mine = tuple(case for case in cases if case.ranks == ranks)
+                spec = WorldSpec(ranks, directory, mine, plan, mpi=mpi.version is not None)
+                listener = _listener(report, progress)
+                run_world(spec, listener, mpi=mpi, crowded=ranks > cores, patience_s=patience_s)
+    finally:
+        base = plan.base_ranks(cores)
+        if base is not None:
+            report.crowding = find_crowding(report.results, base)
+        report.seconds = time.monotonic() - began
     return report
 
 
@@ -86,8 +92,14 @@ def _engines(plan: Plan, mpi: Mpi) -> dict[str, str]:
     return {
         "cam": "measured" if "cam" in plan.engines else "not asked for",
         "gloo": "measured",
-        "mpi": f"measured: {mpi.version}" if mpi.version is not None else f"not measured: {mpi.reason}",
+        "mpi": _mpi_state(plan, mpi),
     }
+
+
+def _mpi_state(plan: Plan, mpi: Mpi) -> str:
+    if "mpi" not in plan.engines:
+        return "not asked for"
+    return f"measured: {mpi.version}" if mpi.version is not None else f"not measured: {mpi.reason}"
 
 
 def _that_fit(cases: list[Case], report: Report) -> list[Case]:

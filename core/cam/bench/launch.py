@@ -61,9 +61,8 @@ class Mpi:
 def mpirun_command(version: str, ranks: int, *, crowded: bool) -> list[str]:
     command = ["mpirun", "-n", str(ranks)]
     if "Open MPI" in version or "OpenRTE" in version:
-        # Ranks pin themselves, and more of them than cores are meant to be. Yielding when idle is what Open
-        # MPI does by itself when it knows that cores are shared; --oversubscribe alone would hide that from
-        # it.
+        # Ranks pin themselves, and may outnumber cores on purpose. Yielding when idle is what Open MPI does by itself
+        # when it knows that cores are shared; --oversubscribe hides that from it.
         command += ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", str(int(crowded))]
         if os.geteuid() == 0:
             command += ["--allow-run-as-root"]
@@ -95,12 +94,14 @@ def run_world(
 def _start(
     spec: WorldSpec, spec_path: Path, mpi: Mpi, errors: IO[bytes], crowded: bool
 ) -> list[subprocess.Popen[bytes]]:
+    tie = [sys.executable, tether.__file__]
+    tied = [*tie, str(os.getpid())]
     worker = [sys.executable, "-m", "cam.bench.worker", str(spec_path)]
-    tied = [sys.executable, tether.__file__, str(os.getpid())]
     # Gloo otherwise resolves the host's name, which in a container may lead nowhere.
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
     if spec.mpi and mpi.version is not None:
-        command = [*tied, *mpirun_command(mpi.version, spec.ranks, crowded=crowded), *worker]
+        mpirun = mpirun_command(mpi.version, spec.ranks, crowded=crowded)
+        command = [*tied, *mpirun, *tie, "0", *worker]
         return [
             subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment)
         ]
@@ -147,8 +148,7 @@ def _listen(
 
 
 def _lines(speaker: subprocess.Popen[bytes], processes: list[subprocess.Popen[bytes]]) -> Iterator[str | None]:
-    """The speaker's output line by line; None after each half second without any. Ends with it, or with a
-    failure.
+    """The speaker's output line by line; None after each half second without any. Ends when it ends, or a rank fails.
 
     Sleeps in between: this process shares its cores with the ranks that it measures.
     """

@@ -3,6 +3,7 @@
 Needs matplotlib (the extra `cam[bench]`), which is imported only here and only when a picture is drawn.
 """
 
+import math
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,8 +162,9 @@ def _dress(axes: Any, results: list[CaseResult], phase: str, ranks: int, *, crow
     place = "sharing cores" if crowded else "a core each"
     axes.set_title(f"{phase}, {ranks} ranks, {place}", loc="left", fontsize=12, fontweight="bold", color=_INK)
     gloo = [(r.case.tokens, row.seconds) for r in results if (row := r.find("gloo", phase)) is not None]
+    span = math.log(max(tokens) / min(tokens))
     for position, (count, seconds) in enumerate(gloo):
-        if position + 1 < len(gloo) and gloo[position + 1][0] < 3 * count:
+        if position + 1 < len(gloo) and math.log(gloo[position + 1][0] / count) < 0.12 * span:
             continue  # the next one's text would run into this one
         axes.annotate(
             _duration(seconds),

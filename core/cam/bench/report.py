@@ -157,7 +157,7 @@ def case_table(result: CaseResult) -> Table:
         padding=(0, 1, 0, 0),  # so that it fits 80 columns
     )
     table.add_column(no_wrap=True)
-    for name in ("ms", "+-%", "x Gloo", "x MPI raw", "% floor", "Py us"):
+    for name in ("ms", "+-%", "x Gloo", "x MPI", "% floor", "native us", "Py us"):
         table.add_column(name, justify="right", no_wrap=True)
     for phase in PHASES:
         table.add_section()
@@ -169,18 +169,20 @@ def case_table(result: CaseResult) -> Table:
 
 
 def crowding_table(crowding: Iterable[Crowding]) -> Table:
-    title = "[bold]Ranks that share cores, the same tokens in all[/bold]"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("CAM", "phase", "H", "tokens", "ms, a core each", "ms, sharing", "ratio"):
-        table.add_column(name, justify="left" if name in ("CAM", "phase") else "right")
+    title = "[bold]CAM with more ranks than cores, the same tokens in all[/bold]"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("layout", "phase", "H", "routing", "tokens", "ms", "ranks", "ms", "ratio"):
+        table.add_column(name, justify="left" if name in ("layout", "phase") else "right", no_wrap=True)
     for c in sorted(crowding, key=lambda c: (c.hidden, c.routing, c.contender, c.phase, c.total_tokens)):
         table.add_row(
             c.contender.removeprefix("cam-"),
             c.phase,
-            f"{c.hidden} {c.routing}",
+            str(c.hidden),
+            c.routing,
             str(c.total_tokens),
-            f"{c.base} ranks: {_ms(c.base_seconds)}",
-            f"{c.ranks} ranks: {_ms(c.seconds)}",
+            _ms(c.base_seconds),
+            f"{c.base} > {c.ranks}",
+            _ms(c.seconds),
             f"{c.ratio:.2f}",
         )
     return table
@@ -192,6 +194,7 @@ def _cells(row: Row) -> Iterator[str]:
     yield "" if row.over_gloo is None else _factor(row.over_gloo)
     yield "" if row.over_mpi_raw is None else _factor(row.over_mpi_raw)
     yield "" if row.of_floor is None else f"{100 * row.of_floor:.0f}"
+    yield "" if row.native is None else f"{row.native * 1e6:.0f}"
     yield "" if row.python is None else f"{row.python * 1e6:.0f}"
 
 

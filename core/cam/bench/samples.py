@@ -39,7 +39,8 @@ class Measured:
         """ranks[r][i]: rank r's reading of round i. The slowest rank of a round counts.
 
         python is the largest time that a rank spent outside native calls, native the remainder. (A rank's own
-        native time also holds its wait for a peer that is still in Python; that wait belongs to python.)
+        native time also holds its wait for a peer that is still in Python; that wait belongs to python.) Ranks that
+        share cores give no native time: what they wait for a core would count as Python.
         """
         totals, natives, pythons = [], [], []
         for readings in zip(*ranks, strict=True):

@@ -32,7 +32,8 @@ class StartLine:
         # Aligned 8-byte elements: each store and load is one machine access.
         words = memoryview(self._map).cast("q")
         self._arrived = [words[r * _LINE // _WORD : r * _LINE // _WORD + 1] for r in range(world)]
-        self._gun = words[world * _LINE // _WORD : world * _LINE // _WORD + 2]
+        self._gun = words[world * _LINE // _WORD : world * _LINE // _WORD + 1]
+        self._last = 0
 
     def wait(self) -> int:
         """Waits for all ranks, then for the start; returns that instant in perf_counter_ns().
@@ -48,10 +49,10 @@ class StartLine:
             # core.
             lead_ns = 1_500_000 if self._crowded else 40_000
             self._gun[0] = time.perf_counter_ns() + lead_ns
-            self._gun[1] = meeting
-        while self._gun[1] != meeting:
+        # One word tells both that there is a new instant and which.
+        while (start := self._gun[0]) == self._last:
             self._pause()
-        start = self._gun[0]
+        self._last = start
         if self._crowded:
             while time.perf_counter_ns() < start:
                 os.sched_yield()

@@ -24,7 +24,6 @@ from cam.bench.plan import Case
 from cam.bench.routing import make_work
 from cam.bench.samples import Measured, Reading
 from cam.bench.startline import StartLine
-from cam.bench.tether import die_with_parent
 from cam.bench.wires import GlooWire, MpiWire, Wire
 from cam.bench.world import EVENT_MARK, WorldSpec
 
@@ -141,7 +140,8 @@ class Rank:
         self, contenders: list[Contender], readings: dict[str, dict[str, list[Reading]]]
     ) -> dict[str, dict[str, list[Reading]]]:
         for contender in contenders:
-            contender.round(_Stopwatch(self.line, contender.native_s, readings[contender.key]))
+            native_s = _unknown if self.crowded else contender.native_s
+            contender.round(_Stopwatch(self.line, native_s, readings[contender.key]))
         return readings
 
     def _untimed(self, phase: str, call: Callable[[], T]) -> T:
@@ -195,6 +195,10 @@ class _Stopwatch:
         return result
 
 
+def _unknown() -> None:
+    return None
+
+
 def _seconds(everyone: list[Any], contender: Contender, phase: str) -> dict[str, Any]:
     measured = Measured.of([readings[contender.key][phase] for readings in everyone])
     return {
@@ -211,7 +215,6 @@ def _allocator(group: "cam.Group | None") -> Callable[[tuple[int, int], torch.dt
 
 
 def main(spec_path: str) -> None:
-    die_with_parent()
     torch.set_num_threads(1)
     spec = WorldSpec.from_json(json.loads(Path(spec_path).read_text()))
     mpi: Any = None

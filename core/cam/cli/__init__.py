@@ -10,6 +10,7 @@ app = typer.Typer(
     name="cam",
     help="Communication ops for large models.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     add_completion=False,
     # CamErrors are told in one line; anything else is a bug and shows its plain traceback.
     pretty_exceptions_enable=False,

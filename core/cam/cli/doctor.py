@@ -10,20 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+import cam
 from cam import host
 from cam.bench import machine
 from cam.bench.launch import Mpi
 from cam.config import Config
-from cam.errors import ConfigError
+from cam.errors import CamError, ConfigError
 
 #: Found to be missing, and why: raised by the checks below.
-Problem = (OSError, RuntimeError, ImportError, AttributeError)
+Problem = (OSError, RuntimeError, ImportError, AttributeError, CamError)
 
 
 def command() -> None:
@@ -111,6 +113,17 @@ def check_boot_id() -> str:
     return f"{host.boot_id()[:8]}...: tells which ranks share this host"
 
 
+def check_dispatch() -> str:
+    """Tokens to their experts and back, with this process as the only rank."""
+    x = torch.arange(12, dtype=torch.float32).view(3, 4)
+    with cam.init(store=dist.HashStore(), rank=0, world_size=1, name="cam-doctor") as group:  # type: ignore[attr-defined]
+        buffer = cam.ep.Buffer(group, num_experts=2)
+        received, handle = buffer.dispatch(x, torch.tensor([[1], [0], [1]]))
+        if not torch.equal(buffer.combine(received.x, handle), x):
+            raise RuntimeError("tokens came back changed")
+    return "tokens to their experts and back, alone in a group of one"
+
+
 def check_gloo() -> str:
     if not dist.is_available() or not dist.is_gloo_available():
         raise RuntimeError("this torch has no Gloo")
@@ -135,6 +148,7 @@ _NEEDED: dict[str, Callable[[], str]] = {
     "memfd": check_memfd,
     "pidfd": check_pidfd,
     "boot id": check_boot_id,
+    "dispatch": check_dispatch,
 }
 _OPTIONAL: dict[str, Callable[[], str]] = {
     "Gloo": check_gloo,

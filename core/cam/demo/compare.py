@@ -12,7 +12,7 @@ from cam.demo.moe import Shape
 LOSS_BOUND = 2e-6
 GRADIENT_BOUND = 2e-5
 
-_GRADIENTS = ("input", "router", "gate_up", "down")
+GRADIENTS = ("input", "router", "gate_up", "down")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def compare_steps(ranks: Sequence[list[dict[str, Any]]], whole: list[dict[str, A
                 loss=float(sum(part["loss"].double() for part in parts)),
                 whole_loss=float(wanted["loss"]),
                 out=difference(joined["out"], wanted["out"]),
-                gradients={name: difference(joined[name], wanted[name]) for name in _GRADIENTS},
+                gradients={name: difference(joined[name], wanted[name]) for name in GRADIENTS},
             )
         )
     return found

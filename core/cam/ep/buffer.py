@@ -11,9 +11,12 @@ from cam.ep.pending import Pending
 from cam.ep.received import Handle, Received
 from cam.errors import InputError
 from cam.group import Group
-from cam.ops import ep as ops
+from cam.ops import ep as _ops  # noqa: F401  # registers torch.ops.cam.ep_*
+from cam.ops.placement import expert_range
 
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: What a handle's buffer and the buffer that uses it must have in common.
+_TRAITS = ("group", "num_experts", "layout", "expert_alignment")
 Timeout = float | timedelta | None
 Rows = Tensor | tuple[Tensor, Tensor]
 
@@ -67,13 +70,15 @@ class Buffer:
         self.quant = quant
         self.expert_alignment = expert_alignment
         self.max_tokens = max_tokens
+        self._local_experts = self.expert_range()
+        self._traits = (group.name, num_experts, layout, expert_alignment)
 
     def expert_range(self, rank: int | None = None) -> range:
         """The global experts that live on a rank (default: this one)."""
         rank = self.group.rank if rank is None else rank
         if not 0 <= rank < self.group.size:
             raise InputError(f"rank must be in 0..{self.group.size - 1}, got {rank}")
-        return ops.expert_range(self.num_experts, self.group.size, rank)
+        return expert_range(self.num_experts, self.group.size, rank)
 
     def size_hint(self, tokens: int, hidden: int, topk: int, dtype: torch.dtype) -> int:
         """Window bytes that one rank needs at worst for a dispatch of `tokens` tokens a rank: all of them routed to it.
@@ -83,7 +88,7 @@ class Buffer:
         copies = topk if self.layout == "expert" else 1
         rows = tokens * copies * self.group.size
         if self.layout == "expert":
-            rows += len(self.expert_range()) * (self.expert_alignment - 1)
+            rows += len(self._local_experts) * (self.expert_alignment - 1)
         element = dtype.itemsize if self.quant is None else 1
         scales = {None: 0, "int8": 4, "fp8": (hidden + 127) // 128 * 4}[self.quant]
         facts = 12 + 4 if self.layout == "expert" else 12 + topk * (8 + 4)
@@ -129,6 +134,8 @@ class Buffer:
             active_mask,
             self.group.name,
             self.num_experts,
+            len(self._local_experts),
+            self.group.size,
             self.layout,
             self.quant or "none",
             self.expert_alignment,
@@ -145,7 +152,7 @@ class Buffer:
             weights if topk_weights is not None else None,
         )
         facts = (source, source_counts, received.topk_idx, received.topk_weights)
-        return received, Handle(route, rows.shape[0], counts, topk_weights, anchor, facts)
+        return received, Handle(route, rows.shape[0], counts, topk_weights, anchor, facts, self._traits)
 
     def _repeat(
         self,
@@ -159,7 +166,7 @@ class Buffer:
     ) -> tuple[Received, Handle]:
         if topk_idx is not None or topk_weights is not None or active_mask is not None:
             raise InputError("dispatch(handle=...) repeats a routing: topk_idx, topk_weights, active_mask must be None")
-        route = _route(handle)
+        route = self._route(handle)
         if values.shape[0] != route.shape[0]:
             raise InputError(f"x has {values.shape[0]} tokens; the handle is of a dispatch of {route.shape[0]}")
         rows, row_scales, _, _ = torch.ops.cam.ep_scatter(
@@ -276,11 +283,12 @@ class Buffer:
 
         Returns out [T, H'] of y's dtype, window memory; with topk_weights (out, combined [T, K] float32).
         out[t] is the sum over k ascending (rank layout: over ranks ascending) of weight * row, in fp32 without fused
-        multiply-add, rounded once: the same bits wherever the experts live. Tokens that selected nothing get 0 (+ bias).
+        multiply-add, rounded once: the same bits wherever the experts live. Tokens that selected nothing get 0, or
+        their bias.
 
         Differentiable in y, dispatch's topk_weights, bias and topk_weights. Errors as in dispatch.
         """
-        route = _route(handle)
+        route = self._route(handle)
         if y.dim() != 2 or y.shape[0] != handle.rows:
             raise InputError(f"y must have the {handle.rows} rows that dispatch gave, got shape {tuple(y.shape)}")
         if y.dtype not in ROW_DTYPES:
@@ -315,6 +323,16 @@ class Buffer:
             _seconds(timeout),
         )
         return out if topk_weights is None else (out, combined)
+
+    def _route(self, handle: Handle) -> Tensor:
+        if handle.route is None:
+            raise InputError("this handle has been released")
+        for name, mine, theirs in zip(_TRAITS, self._traits, handle.made_by, strict=True):
+            if mine != theirs:
+                raise InputError(
+                    f"this handle is of a dispatch by a buffer with {name} {theirs!r}; this buffer has {mine!r}"
+                )
+        return handle.route
 
     # --- asynchronous ---------------------------------------------------------------------------------------
 
@@ -351,12 +369,6 @@ class Buffer:
                 y, handle, topk_weights=topk_weights, bias=bias, apply_weights=apply_weights, timeout=timeout
             ),
         )
-
-
-def _route(handle: Handle) -> Tensor:
-    if handle.route is None:
-        raise InputError("this handle has been released")
-    return handle.route
 
 
 def _seconds(timeout: Timeout) -> float:

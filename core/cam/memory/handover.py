@@ -233,9 +233,7 @@ class _Caller(_Side):
 class _Host(_Side):
     """The side of the lower rank: towards whoever connects."""
 
-    def __init__(
-        self, visitor: socket.socket, rank: int, expected: Collection[int], fd: int, secret: bytes
-    ) -> None:
+    def __init__(self, visitor: socket.socket, rank: int, expected: Collection[int], fd: int, secret: bytes) -> None:
         super().__init__(visitor, fd, secret)
         self._rank, self._expected = rank, expected
         self._theirs = b""

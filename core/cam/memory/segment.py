@@ -30,9 +30,7 @@ class Segment:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         try:
             os.ftruncate(self.fd, size)
-            fcntl.fcntl(
-                self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            )
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             os.pwrite(self.fd, self.nonce, 0)
         except BaseException:
             self.close()

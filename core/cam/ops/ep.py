@@ -1,7 +1,8 @@
 """The expert-parallel ops: their schemas and shapes. Used through cam.ep.Buffer.
 
 All of them are collective over `group`. `timeout` is in seconds; negative = the group's. Outputs that a call does not
-produce are empty tensors.
+produce are empty tensors. Shapes follow from the arguments alone, never from the group: compilers cache graphs by their
+arguments, and ranks share the cache (hence `local_experts` and `ranks`).
 
     ep_dispatch   rows to the ranks of their experts
                   -> x, scales, source, topk_idx, topk_weights, expert_counts, source_counts, route, anchor
@@ -9,22 +10,22 @@ produce are empty tensors.
     ep_scatter    rows along a known route (repeated dispatch, backward of combine) -> x, scales, dots, row values
     ep_route      the route from the source triplets of received rows -> route
 
-`anchor` is an empty tensor that carries the autograd graph from a dispatch to its combine, so that every rank takes part
-in the backward pass even where no row came and the experts were not called.
+`anchor` is an empty tensor that carries the autograd graph from a dispatch to its combine, so that every rank takes
+part in the backward pass even where no row came and the experts were not called.
 """
 
 import torch
 from torch import Tensor
 
-from cam import registry
 from cam.ops import ep_autograd, ep_cpu
 
 _library = torch.library.Library("cam", "DEF")
 _library.define(
     "ep_dispatch(Tensor x, Tensor? scales, Tensor topk_idx, Tensor? topk_weights, Tensor? active_mask, str group, "
-    "int num_experts, str layout, str quant, int alignment, int max_tokens, float timeout) -> (Tensor x, Tensor scales, "
-    "Tensor source, Tensor topk_idx, Tensor topk_weights, Tensor expert_counts, Tensor source_counts, Tensor route, "
-    "Tensor anchor)"
+    "int num_experts, int local_experts, int ranks, str layout, str quant, int alignment, int max_tokens, "
+    "float timeout) -> "
+    "(Tensor x, Tensor scales, Tensor source, Tensor topk_idx, Tensor topk_weights, Tensor expert_counts, "
+    "Tensor source_counts, Tensor route, Tensor anchor)"
 )
 _library.define(
     "ep_combine(Tensor y, Tensor route, Tensor expert_counts, Tensor? topk_weights, Tensor? bias, Tensor? row_weights, "
@@ -41,13 +42,6 @@ for _name, _implementation in ep_cpu.IMPLEMENTATIONS.items():
     _library.impl(_name, _implementation, "CPU")
 
 
-def expert_range(num_experts: int, size: int, rank: int) -> range:
-    """The global experts on a rank: contiguous, the first num_experts % size ranks own one more."""
-    each, more = divmod(num_experts, size)
-    first = rank * each + min(rank, more)
-    return range(first, first + each + (rank < more))
-
-
 def quantised(x: Tensor, scales: Tensor | None, quant: str, rows: int | torch.SymInt) -> tuple[Tensor, Tensor]:
     """Empty tensors of the types and shapes that `rows` dispatched rows and their scales have."""
     hidden = x.shape[1]
@@ -61,7 +55,7 @@ def quantised(x: Tensor, scales: Tensor | None, quant: str, rows: int | torch.Sy
         )
     if scales is not None:
         return x.new_empty((rows, hidden)), scales.new_empty((rows, *scales.shape[1:]))
-    return x.new_empty((rows, hidden)), x.new_empty(0)
+    return x.new_empty((rows, hidden)), x.new_empty(0, dtype=torch.float32)
 
 
 @torch.library.register_fake("cam::ep_dispatch", lib=_library)
@@ -73,16 +67,16 @@ def _(
     active_mask: Tensor | None,
     group: str,
     num_experts: int,
+    local_experts: int,
+    ranks: int,
     layout: str,
     quant: str,
     alignment: int,
     max_tokens: int,
     timeout: float,
 ) -> tuple[Tensor, ...]:
-    members = registry.group(group)
     rows = torch.library.get_ctx().new_dynamic_size()
     tokens, topk = topk_idx.shape
-    local = len(expert_range(num_experts, members.size, members.rank))
     by_rank = layout == "rank"
     values, row_scales = quantised(x, scales, quant, rows)
     weights = x.new_empty(0, dtype=torch.float32)
@@ -94,8 +88,8 @@ def _(
         x.new_empty((rows, 3), dtype=torch.int32),
         x.new_empty((rows, topk) if by_rank else (0,), dtype=torch.int64),
         weights,
-        x.new_empty((local,), dtype=torch.int64),
-        x.new_empty((1 if by_rank else local, members.size), dtype=torch.int64),
+        x.new_empty((local_experts,), dtype=torch.int64),
+        x.new_empty((1 if by_rank else local_experts, ranks), dtype=torch.int64),
         x.new_empty((tokens, topk), dtype=torch.int64),
         x.new_empty(0, dtype=torch.float32),
     )

@@ -17,8 +17,9 @@ from torch import Tensor
 from cam.errors import CamError
 
 
-def _combine(rows: Tensor, row_weights: Tensor | None, ctx: Any) -> tuple[Tensor, Tensor]:
-    route, expert_counts = ctx.saved_tensors[:2]
+def _combine(
+    rows: Tensor, row_weights: Tensor | None, route: Tensor, expert_counts: Tensor, ctx: Any
+) -> tuple[Tensor, Tensor]:
     out, weights = torch.ops.cam.ep_combine(
         rows,
         route,
@@ -36,24 +37,24 @@ def _combine(rows: Tensor, row_weights: Tensor | None, ctx: Any) -> tuple[Tensor
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, _, topk_weights, _, ctx.group, _, ctx.layout, ctx.quant, ctx.alignment, _, ctx.timeout = inputs
+    x, _, _, topk_weights, _, ctx.group, _, _, _, ctx.layout, ctx.quant, ctx.alignment, _, ctx.timeout = inputs
     ctx.weighted = topk_weights is not None
     ctx.floating = ctx.quant == "none" and x.dtype.is_floating_point
     ctx.save_for_backward(output[7], output[5], output[2])
 
 
 def _dispatch_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    source = ctx.saved_tensors[2]
+    route, expert_counts, source = ctx.saved_tensors
     grad_x, grad_weights = grads[0], grads[4]
     if not ctx.floating or grad_x is None:  # quantised rows carry no gradient; their weights may
         grad_x = source.new_empty((source.shape[0], 0), dtype=torch.float32)
-    out, weights = _combine(grad_x, grad_weights if ctx.weighted else None, ctx)
+    out, weights = _combine(grad_x, grad_weights if ctx.weighted else None, route, expert_counts, ctx)
     return (
         out if ctx.needs_input_grad[0] else None,
         None,
         None,
         weights if ctx.needs_input_grad[3] else None,
-        *[None] * 8,
+        *[None] * 10,
     )
 
 
@@ -117,7 +118,8 @@ def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _scatter_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     if not ctx.plain:
         raise CamError("the gradients of combine have no gradients themselves (no double backward through combine)")
-    out, _ = _combine(grads[0], None, ctx)
+    route, expert_counts = ctx.saved_tensors
+    out, _ = _combine(grads[0], None, route, expert_counts, ctx)
     return (out, *[None] * 12)
 
 

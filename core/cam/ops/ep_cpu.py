@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from cam import registry
+from cam.errors import InputError
+from cam.ops.placement import expert_range
 
 #: Row types that the kernels compute with; all others travel as bytes.
 _ROW_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -25,8 +27,12 @@ def _row_arguments(x: Tensor) -> dict[str, Any]:
     return {"x": x.data_ptr(), "x_stride": x.stride(0) * x.element_size(), "hidden": hidden, "dtype": dtype}
 
 
+#: Stands for the address of an empty tensor, which has none: the kernels take 0 for an argument that was not given.
+_NOTHING = torch.zeros(8)
+
+
 def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    return 0 if tensor is None else tensor.data_ptr() or _NOTHING.data_ptr()
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -40,7 +46,8 @@ def _scale_bytes(scales: Tensor | None) -> int:
 
 
 def _tensor(array: Any) -> Tensor:
-    tensor: Tensor = from_dlpack(array)
+    # Given the capsule itself, torch does not ask for the device first: a third of the time.
+    tensor: Tensor = from_dlpack(array.__dlpack__())
     return tensor
 
 
@@ -55,12 +62,15 @@ def _values(array: Any, like: Tensor, quant: str) -> Tensor:
     return values if quant != "none" or values.dtype == like.dtype else values.view(like.dtype)
 
 
-def _scales(array: Any, like: Tensor | None) -> Tensor:
+def _scales(array: Any, like: Tensor | None, quant: str, rows: int) -> Tensor:
+    if array is None:  # none, or of no bytes
+        if like is not None:
+            return like.new_empty((rows, *like.shape[1:]))
+        return torch.empty((rows, 0) if quant == "fp8" else 0)
+    scales = _tensor(array)
     if like is None:
-        return _or_empty(array, torch.float32)
-    if array is None:  # scales of no bytes
-        return like.new_empty((0, *like.shape[1:]))
-    scales = _tensor(array).view(like.dtype)
+        return scales
+    scales = scales.view(like.dtype)
     return scales.view(-1) if like.dim() == 1 else scales
 
 
@@ -72,6 +82,8 @@ def dispatch(
     active_mask: Tensor | None,
     group: str,
     num_experts: int,
+    local_experts: int,
+    ranks: int,
     layout: str,
     quant: str,
     alignment: int,
@@ -79,6 +91,11 @@ def dispatch(
     timeout: float,
 ) -> tuple[Tensor, ...]:
     members = registry.group(group)
+    if (local_experts, ranks) != (len(expert_range(num_experts, members.size, members.rank)), members.size):
+        raise InputError(
+            f"{local_experts} local experts of {num_experts} over {ranks} ranks are not rank {members.rank}'s in group "
+            f"{group!r} of {members.size}"
+        )
     x, topk_idx = _rows(x), topk_idx.contiguous()
     scales, topk_weights, active_mask = (
         _contiguous(scales),
@@ -105,9 +122,10 @@ def dispatch(
     values, row_scales, source, row_idx, weights, expert_counts, source_counts, route = members.call(
         "dispatch", call, timeout=None if timeout < 0 else timeout
     )
+    rows_out = _values(values, x, quant)
     return (
-        _values(values, x, quant),
-        _scales(row_scales, scales),
+        rows_out,
+        _scales(row_scales, scales, quant, rows_out.shape[0]),
         _tensor(source),
         _or_empty(row_idx, torch.int64),
         _or_empty(weights, torch.float32),
@@ -191,9 +209,10 @@ def scatter(
         token_values=_address(token_values),
     )
     values, row_scales, dots, row_values = members.call("scatter", call, timeout=None if timeout < 0 else timeout)
+    rows_out = _values(values, x, quant)
     return (
-        _values(values, x, quant),
-        _scales(row_scales, scales),
+        rows_out,
+        _scales(row_scales, scales, quant, rows_out.shape[0]),
         _or_empty(dots, torch.float32),
         _or_empty(row_values, torch.float32),
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cam_kernels.reference.combine import combine, combined_weights, fetch, rank_route
+from cam_kernels.reference.combine import Rows, combine, combined_weights, rank_route
 from cam_kernels.reference.dispatch import Received
 
 
@@ -40,7 +40,7 @@ def combine_backward(
     y[row(t, k)]: w[t, k] * grad_out[t] in float32, rounded once to y's dtype; padding rows: 0.
     topk_weights[t, k]: the float32 dot product of y[row(t, k)] and grad_out[t]; 0 where not sent.
     """
-    grad_ys = [torch.zeros_like(y) for y in ys]
+    rows, grad_ys = Rows(ys), [torch.zeros_like(y) for y in ys]
     grad_weights = []
     for rank, (part, grad) in enumerate(zip(received, grad_outs, strict=True)):
         ks = range(part.route.shape[1]) if layout == "expert" else range(len(ys))
@@ -50,10 +50,10 @@ def combine_backward(
             values = grad.float()
             if topk_weights is not None and layout == "expert":
                 values = topk_weights[rank][:, k, None] * values
-                weight_columns.append((fetch(ys, route) * grad.float()).sum(1) * (route[:, 0] >= 0))
-            for token in (route[:, 0] >= 0).nonzero()[:, 0].tolist():
-                where, row = route[token].tolist()
-                grad_ys[where][row] = values[token].to(grad_ys[where].dtype)
+                weight_columns.append((rows.at(route) * grad.float()).sum(1) * (route[:, 0] >= 0))
+            for where, grad_y in enumerate(grad_ys):
+                sent = route[:, 0] == where
+                grad_y[route[sent, 1]] = values[sent].to(grad_y.dtype)
         if weight_columns:
             grad_weights.append(torch.stack(weight_columns, 1))
     return grad_ys, grad_weights or None, list(grad_outs)

@@ -23,9 +23,12 @@ def combine(
     topk_weights.
     rank layout: out[t] = round(0 + y[row(t, r)] + ... + bias[t]) over the distinct ranks r of t, ascending.
     """
-    outs = []
+    rows, outs = Rows(ys), []
     for rank, part in enumerate(received):
-        terms = _by_k(ys, part, topk_weights, rank) if layout == "expert" else _by_rank(ys, part)
+        if layout == "expert":
+            terms = _by_k(rows, part, None if topk_weights is None else topk_weights[rank])
+        else:
+            terms = _by_rank(rows, part, len(ys))
         out = accumulate(terms, part.route.shape[0], ys[rank])
         if bias is not None:
             out = out + bias[rank].to(out.dtype)
@@ -42,9 +45,10 @@ def combined_weights(weights: Sequence[Tensor], received: Sequence[Received]) ->
     combined = []
     for part in received:
         out = torch.zeros(part.route.shape[:2], dtype=torch.float32)
-        for token, k in (part.route[..., 0] >= 0).nonzero().tolist():
-            rank, row = part.route[token, k].tolist()
-            out[token, k] = weights[rank][row] if weights[rank].dim() == 1 else weights[rank][row, k]
+        for rank, values in enumerate(weights):
+            here = part.route[..., 0] == rank
+            row, k = part.route[..., 1][here], here.nonzero()[:, 1]
+            out[here] = values[row] if values.dim() == 1 else values[row, k]
         combined.append(out)
     return combined
 
@@ -60,31 +64,34 @@ def accumulate(terms: Sequence[tuple[Tensor, Tensor]], tokens: int, like: Tensor
     return total
 
 
-def fetch(ys: Sequence[Tensor], route: Tensor) -> Tensor:
-    """route int64 [T, 2] = (rank, row) -> rows [T, H'] in float32 (float64); zeros where rank is -1."""
-    wide = torch.float64 if ys[0].dtype == torch.float64 else torch.float32
-    table = torch.cat([*ys, ys[0].new_zeros(1, ys[0].shape[1])]).to(wide)
-    starts = torch.tensor([y.shape[0] for y in ys]).cumsum(0) - torch.tensor([y.shape[0] for y in ys])
-    return table[torch.where(route[:, 0] >= 0, starts[route[:, 0]] + route[:, 1], table.shape[0] - 1)]
+class Rows:
+    """The rows of all ranks, looked up by route."""
+
+    def __init__(self, ys: Sequence[Tensor]) -> None:
+        wide = torch.float64 if ys[0].dtype == torch.float64 else torch.float32
+        sizes = torch.tensor([y.shape[0] for y in ys])
+        self._first = sizes.cumsum(0) - sizes
+        self._table = torch.cat([*ys, ys[0].new_zeros(1, ys[0].shape[1])]).to(wide)
+
+    def at(self, route: Tensor) -> Tensor:
+        """route int64 [T, 2] = (rank, row) -> [T, H'] in float32 (float64); zeros where rank is -1."""
+        row = self._first[route[:, 0]] + route[:, 1]
+        return self._table[torch.where(route[:, 0] >= 0, row, self._table.shape[0] - 1)]
 
 
-def _by_k(
-    ys: Sequence[Tensor], part: Received, topk_weights: Sequence[Tensor] | None, rank: int
-) -> list[tuple[Tensor, Tensor]]:
+def _by_k(rows: Rows, part: Received, weights: Tensor | None) -> list[tuple[Tensor, Tensor]]:
     terms = []
     for k in range(part.route.shape[1]):
-        rows = fetch(ys, part.route[:, k])
-        if topk_weights is not None:
-            rows = topk_weights[rank][:, k, None].to(rows.dtype) * rows
-        terms.append((part.route[:, k, 0] >= 0, rows))
+        values = rows.at(part.route[:, k])
+        if weights is not None:
+            values = weights[:, k, None].to(values.dtype) * values
+        terms.append((part.route[:, k, 0] >= 0, values))
     return terms
 
 
-def _by_rank(ys: Sequence[Tensor], part: Received) -> list[tuple[Tensor, Tensor]]:
-    return [
-        (route[:, 0] >= 0, fetch(ys, route))
-        for route in (rank_route(part.route, rank) for rank in range(len(ys)))
-    ]
+def _by_rank(rows: Rows, part: Received, world: int) -> list[tuple[Tensor, Tensor]]:
+    routes = [rank_route(part.route, rank) for rank in range(world)]
+    return [(route[:, 0] >= 0, rows.at(route)) for route in routes]
 
 
 def rank_route(route: Tensor, rank: int) -> Tensor:
@@ -92,6 +99,6 @@ def rank_route(route: Tensor, rank: int) -> Tensor:
     -1s.
     """
     out = torch.full((route.shape[0], 2), -1, dtype=torch.int64)
-    for token, k in (route[..., 0] == rank).nonzero().tolist():
-        out[token] = route[token, k]
+    for k in range(route.shape[1]):
+        out = torch.where(route[:, k, :1] == rank, route[:, k], out)
     return out

@@ -1,7 +1,7 @@
 """Dispatch: which rank receives which rows, in which order."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +10,10 @@ from cam_kernels.reference.quant import quant_fp8, quant_int8
 
 #: A rank's tokens: [T, H], or (values [T, Hq], scales [T, S] or [T]) that are already quantised.
 Tokens = Tensor | tuple[Tensor, Tensor]
+#: Where a row comes from: (rank, token, k). k = -1: the whole token. All -1: nowhere, padding.
+Source = tuple[int, int, int]
+#: One selection: (expert, rank, token, k).
+Choice = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -61,59 +65,74 @@ def dispatch(
     token.
     """
     world = len(xs)
-    masks: Sequence[Tensor | None] = active_masks if active_masks is not None else [None] * world
     payloads = [_quantised(x, quant) for x in xs]
+    scales = [scale for _, scale in payloads if scale is not None]
     chosen = sorted(
         (expert, rank, token, k)
         for rank, idx in enumerate(topk_idxs)
         for token, row in enumerate(idx.tolist())
         for k, expert in enumerate(row)
-        if expert >= 0 and _active(masks[rank], token)
+        if expert >= 0 and (active_masks is None or _active(active_masks[rank], token))
     )
-    routes = [torch.full((*idx.shape, 2), -1, dtype=torch.int64) for idx in topk_idxs]
-    received = []
+    routes = [[[(-1, -1)] * idx.shape[1] for _ in range(idx.shape[0])] for idx in topk_idxs]
+    parts = []
     for me, mine in enumerate(expert_ranges(num_experts, world)):
-        here = [choice for choice in chosen if choice[0] in mine]
-        counts = [sum(choice[0] == expert for choice in here) for expert in mine]
-        sources, local_idx = [], None
+        here = [(expert - mine.start, rank, token, k) for expert, rank, token, k in chosen if expert in mine]
+        counts = [len(group) for group in _by_expert(here, len(mine))]
         if layout == "expert":
-            for expert, count in zip(mine, counts, strict=True):
-                sources += [choice[1:] for choice in here if choice[0] == expert]
-                sources += [(-1, -1, -1)] * (-count % expert_alignment)
-            row_of = {source: row for row, source in enumerate(sources)}
-            for _, rank, token, k in here:
-                routes[rank][token, k] = torch.tensor([me, row_of[rank, token, k]])
+            sources = _expert_rows(here, len(mine), expert_alignment)
         else:
-            sources = [
-                (rank, token, -1) for rank, token in sorted({(rank, token) for _, rank, token, _ in here})
-            ]
-            row_of = {source: row for row, source in enumerate(sources)}
-            local_idx = torch.full((len(sources), topk_idxs[me].shape[1]), -1, dtype=torch.int64)
-            for expert, rank, token, k in here:
-                routes[rank][token, k] = torch.tensor([me, row_of[rank, token, -1]])
-                local_idx[row_of[rank, token, -1], k] = expert - mine.start
-        weights = None
-        if topk_weights is not None and layout == "expert":
-            weights = _gather(
-                [w.reshape(-1, 1) for w in topk_weights], [_nth(s, topk_idxs) for s in sources]
-            )[:, 0]
-        elif topk_weights is not None and local_idx is not None:
-            weights = torch.where(local_idx >= 0, _gather(topk_weights, sources), 0.0)
-        first_scales = payloads[0][1]
-        received.append(
+            sources = sorted({(rank, token, -1) for _, rank, token, _ in here})
+        row_of = {source: row for row, source in enumerate(sources)}
+        for _, rank, token, k in here:
+            routes[rank][token][k] = (me, row_of[rank, token, k if layout == "expert" else -1])
+        idx = _local_idx(here, row_of, topk_idxs[me].shape[1]) if layout == "rank" else None
+        parts.append(
             Received(
                 x=_gather([values for values, _ in payloads], sources),
-                scales=None
-                if first_scales is None
-                else _gather([s for _, s in payloads if s is not None], sources),
+                scales=_gather(scales, sources) if scales else None,
                 expert_counts=torch.tensor(counts, dtype=torch.int64),
                 source=torch.tensor(sources, dtype=torch.int32).reshape(-1, 3),
-                topk_idx=local_idx,
-                topk_weights=weights,
-                route=routes[me],
+                topk_idx=idx,
+                topk_weights=None if topk_weights is None else _row_weights(topk_weights, sources, idx),
+                route=torch.empty(0),
             )
         )
-    return received
+    return [
+        replace(part, route=torch.tensor(route, dtype=torch.int64).reshape(*idx.shape, 2))
+        for part, route, idx in zip(parts, routes, topk_idxs, strict=True)
+    ]
+
+
+def _by_expert(here: Sequence[Choice], experts: int) -> list[list[Source]]:
+    """For each local expert, the (rank, token, k) that chose it, in order."""
+    groups: list[list[Source]] = [[] for _ in range(experts)]
+    for expert, rank, token, k in here:
+        groups[expert].append((rank, token, k))
+    return groups
+
+
+def _expert_rows(here: Sequence[Choice], experts: int, alignment: int) -> list[Source]:
+    rows: list[Source] = []
+    for group in _by_expert(here, experts):
+        rows += group + [(-1, -1, -1)] * (-len(group) % alignment)
+    return rows
+
+
+def _local_idx(here: Sequence[Choice], row_of: dict[Source, int], topk: int) -> Tensor:
+    idx = torch.full((len(row_of), topk), -1, dtype=torch.int64)
+    for expert, rank, token, k in here:
+        idx[row_of[rank, token, -1], k] = expert
+    return idx
+
+
+def _row_weights(topk_weights: Sequence[Tensor], sources: Sequence[Source], idx: Tensor | None) -> Tensor:
+    """[R] of the (token, k) that each row is of; with local experts idx [R, K]: of each (token, k) that is local."""
+    if idx is not None:
+        return torch.where(idx >= 0, _gather(topk_weights, sources), 0.0)
+    topk = topk_weights[0].shape[1]
+    flat = [(rank, token * topk + k if rank >= 0 else -1, -1) for rank, token, k in sources]
+    return _gather([weights.reshape(-1) for weights in topk_weights], flat)
 
 
 def _quantised(x: Tokens, quant: str | None) -> tuple[Tensor, Tensor | None]:
@@ -128,21 +147,13 @@ def _active(mask: Tensor | None, token: int) -> bool:
     return mask is None or bool(mask[token])
 
 
-def _nth(source: tuple[int, int, int], topk_idxs: Sequence[Tensor]) -> tuple[int, int, int]:
-    """The source of a row, with (token, k) as one index into the flattened [T * K] of its rank."""
-    rank, token, k = source
-    return (rank, token * topk_idxs[rank].shape[1] + k, -1) if rank >= 0 else source
-
-
-def _gather(tables: Sequence[Tensor], sources: Sequence[tuple[int, int, int]]) -> Tensor:
+def _gather(tables: Sequence[Tensor], sources: Sequence[Source]) -> Tensor:
     """tables[rank][token] for each source (rank, token, _); zeros for padding rows (rank -1)."""
     starts = [0]
     for table in tables:
         starts.append(starts[-1] + table.shape[0])
     if tables[0].dtype == torch.float8_e4m3fn:  # no cat and no indexing in every torch: as bytes
-        return _gather([table.contiguous().view(torch.uint8) for table in tables], sources).view(
-            tables[0].dtype
-        )
+        return _gather([table.contiguous().view(torch.uint8) for table in tables], sources).view(tables[0].dtype)
     flat = torch.cat([*tables, tables[0].new_zeros(1, *tables[0].shape[1:])])
     rows = [starts[rank] + token if rank >= 0 else starts[-1] for rank, token, _ in sources]
     return flat[torch.tensor(rows, dtype=torch.int64)]

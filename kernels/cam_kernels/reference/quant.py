@@ -17,12 +17,13 @@ def quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     x [T, H] floating -> q int8 [T, H], s float32 [T].
     A zero row gives q = 0, s = 0; so does a row so small that amax / 127 is not a positive float32. Near that
     limit s has few bits and x / s can exceed 127: q saturates.
+    NaN or infinity in a row becomes its scale, for the receiver to see; q is 0 where x / s is NaN.
     """
     x = x.float()
     amax = x.abs().amax(dim=1) if x.shape[1] else x.new_zeros(x.shape[0])
     scale = amax / 127.0
     q = torch.where(scale[:, None] > 0, x / scale[:, None], 0.0)
-    return torch.round(q).clamp(-127, 127).to(torch.int8), scale
+    return torch.round(q).clamp(-127, 127).nan_to_num(0.0).to(torch.int8), scale
 
 
 def dequant_int8(q: Tensor, scale: Tensor) -> Tensor:

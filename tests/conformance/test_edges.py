@@ -1,0 +1,114 @@
+"""Shapes at the edge, tensors that lie oddly in memory, and limits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cam
+from tests.conformance import edges, golden, programs
+from tests.conformance.case import Case
+from tests.launcher import Ranks
+
+in_layouts = pytest.mark.parametrize("layout", ["expert", "rank"])
+
+
+def check(*cases: Case) -> None:
+    with Ranks(cases[0].world) as ranks:
+        for case in cases:
+            golden.check_forward(case, ranks.run(programs.forward, case))
+
+
+@in_layouts
+def test_nothing_to_select_from(layout: str) -> None:
+    """K = 0, with and without tokens: nothing is sent, every token gets its bias."""
+    base = Case((3, 2), topk=0, layout=layout, routing="none", bias=True)
+    check(base, replace(base, tokens=(0, 2)), replace(base, weights=False))
+
+
+@in_layouts
+def test_rows_of_no_bytes(layout: str) -> None:
+    """H = 0: routing, counts and weights still work."""
+    base = Case((3, 2), hidden=0, out_hidden=4, layout=layout)
+    check(base, replace(base, quant="int8"), replace(base, quant="fp8"), replace(base, out_hidden=None))
+
+
+@in_layouts
+def test_very_many_experts(layout: str) -> None:
+    """Counts that fill more than one message."""
+    check(Case((4, 3, 5), experts=30_000, topk=6, layout=layout))
+
+
+@in_layouts
+def test_many_tokens(layout: str) -> None:
+    check(Case((3000, 1700), hidden=8, experts=20, topk=6, layout=layout, routing="skewed"))
+
+
+@in_layouts
+@pytest.mark.parametrize("way", edges.WAYS)
+def test_tensors_that_lie_oddly(layout: str, way: str) -> None:
+    """x, y, topk_idx, topk_weights and bias as expanded, transposed, sliced or offset views, some in window memory."""
+    with Ranks(2) as ranks:
+        for wrong in ranks.run(edges.oddly, layout, way):
+            assert not wrong, "\n".join(wrong)
+
+
+@in_layouts
+def test_experts_may_work_in_place(layout: str) -> None:
+    """recv.x belongs to the receiver: it may be overwritten and given back."""
+    with Ranks(2) as ranks:
+        assert ranks.run(edges.in_place, layout) == [True, True]
+
+
+def test_results_outlive_the_buffer_the_handle_and_the_next_calls() -> None:
+    with Ranks(2) as ranks:
+        assert ranks.run(edges.outlive) == [[], []]
+
+
+def test_too_little_window_memory() -> None:
+    """All ranks raise alike, with what was asked for and the knob; the group stays usable."""
+    with Ranks(2, window_limit="1MiB") as ranks:
+        for error, usable in ranks.run(edges.too_little_memory):
+            assert isinstance(error, cam.OutOfWindowMemory), repr(error)
+            assert error.rank == 1, "the rank that lacks it is named on every rank"
+            assert error.limit == 1 << 20
+            assert error.requested > 1 << 20
+            assert "window_limit" in str(error)
+            assert usable
+
+
+def test_two_groups_in_the_same_processes_at_once() -> None:
+    """Two threads of each rank, each with a group of its own (two-batch overlap)."""
+    with Ranks(2, group=False) as ranks:
+        for wrong in ranks.run(edges.two_groups):
+            assert not wrong, "\n".join(wrong)
+
+
+@in_layouts
+def test_inference_mode(layout: str) -> None:
+    case = Case((5, 3), layout=layout, bias=True)
+    with Ranks(2) as ranks:
+        golden.check_forward(case, ranks.run(edges.inference, case))
+
+
+@pytest.mark.parametrize("what", edges.BAD_CALLS)
+def test_bad_arguments_are_refused_before_anything_is_sent(what: str) -> None:
+    """InputError on each rank that errs, which names the value; then the group goes on as before."""
+    with Ranks(2) as ranks:
+        for message, usable in ranks.run(edges.bad_call, what):
+            for word in edges.BAD_CALLS[what]:
+                assert word in message, message
+            assert usable
+
+
+def test_errors_of_asynchronous_calls_come_from_wait() -> None:
+    with Ranks(2) as ranks:
+        for error in ranks.run(edges.asynchronous_error):
+            assert isinstance(error, cam.InputError), repr(error)
+
+
+def test_dtypes_are_listed_when_one_is_refused() -> None:
+    with Ranks(1) as ranks:
+        (message,) = ranks.run(edges.refused_dtype, torch.float64)
+    for word in ("float64", "bfloat16", "float16", "float32"):
+        assert word in message
