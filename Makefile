@@ -111,7 +111,7 @@ $(STAMPS)/kernels: $(KERNEL_SOURCES) | $(STAMPS)/tools
 
 $(STAMPS)/core: core/pyproject.toml core/README.md | $(STAMPS)/kernels
 	@echo "== core"
-	$(PIP) --no-build-isolation -e "./core[bench]"
+	$(PIP) --no-build-isolation -e "./core[bench,nixl,mooncake]"
 	@touch $@
 
 $(STAMPS)/adapter-%: adapters/%/pyproject.toml | $(STAMPS)/core

@@ -17,7 +17,7 @@ TEST_TOOLS = ("pytest>=8", "pytest-timeout", "hypothesis", "numpy", "matplotlib"
 def install(session: nox.Session, *first: str) -> None:
     """Installs `first` (a framework brings its own torch), then this tree's distributions."""
     session.install(*first)
-    session.install("./kernels", "./core[bench]", *TEST_TOOLS)
+    session.install("./kernels", "./core[bench,nixl,mooncake]", *TEST_TOOLS)
     for adapter in _adapter_folders():
         session.install(adapter)
 

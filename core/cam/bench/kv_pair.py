@@ -48,7 +48,7 @@ def run(job: Job, patience_s: float) -> Pass:
     between = spawn.Pipe()
     ends = {"owner": spawn.Pipe(), "mover": spawn.Pipe()}
     processes = {
-        name: spawn.Process(target=_main, args=(name, job, between[index], ends[name][1]), daemon=True)
+        name: spawn.Process(target=_main, args=(name, job, between[index], ends[name][1], os.getpid()), daemon=True)
         for index, name in enumerate(ends)
     }
     for process in processes.values():
@@ -79,8 +79,8 @@ def run(job: Job, patience_s: float) -> Pass:
             pair[0].close()
 
 
-def _main(name: str, job: Job, other: Connection, parent: Connection) -> None:
-    die_with_parent()
+def _main(name: str, job: Job, other: Connection, parent: Connection, parent_pid: int) -> None:
+    die_with_parent(parent_pid)
     _quiet()
     try:
         result = _own(job, other) if name == "owner" else _move(job, other)
