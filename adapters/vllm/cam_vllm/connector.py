@@ -67,7 +67,7 @@ class CamConnector(KVConnectorBase_V1):
         self._scheduler: CamScheduler | None = None
         self._worker: CamWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = CamScheduler(instance, vllm_config.cache_config.block_size)
+            self._scheduler = CamScheduler(instance, vllm_config.cache_config.block_size, options)
         else:
             rank, size = parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size
             self._worker = CamWorker(instance, options, kv_cache_config, tp_rank=rank, tp_size=size)

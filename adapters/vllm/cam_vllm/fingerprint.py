@@ -12,18 +12,19 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def fingerprint(request: "Request") -> str:
-    """32 hexadecimal digits."""
+def fingerprint(request: "Request", tokens: int) -> str:
+    """32 hexadecimal digits for the KV of the request's first `tokens` tokens."""
     digest = hashlib.blake2b(digest_size=16)
     lora = request.lora_request
     parts: list[bytes] = [
-        array("q", request.prompt_token_ids or ()).tobytes(),
-        b"" if request.prompt_embeds is None else request.prompt_embeds.contiguous().cpu().numpy().tobytes(),
+        array("q", request.all_token_ids[:tokens]).tobytes(),
+        b"" if request.prompt_embeds is None else request.prompt_embeds[:tokens].contiguous().cpu().numpy().tobytes(),
         (request.cache_salt or "").encode(),
         b"" if lora is None else lora.lora_name.encode(),
         *(
             f"{item.modality} {item.identifier} {item.mm_position.offset} {item.mm_position.length}".encode()
             for item in request.mm_features
+            if item.mm_position.offset < tokens
         ),
     ]
     for part in parts:

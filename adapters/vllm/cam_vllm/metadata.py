@@ -31,6 +31,8 @@ class Loan:
     request: str
     lease: str
     readers: int
+    ttl_s: float | None = None
+    """How long they wait. None: the option lease_s."""
 
 
 @dataclass

@@ -34,6 +34,16 @@ class Options(BaseModel):
     lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long finished blocks wait for the decode instance, in seconds; each touch by it starts the time anew."""
 
+    bidirectional_kv_xfer: bool = False
+    """Whether a prefill server also fetches what a decode server computed (the next turn of a conversation). The name
+    is NixlConnector's, as are the next two."""
+
+    kv_recompute_threshold: Annotated[int, Field(ge=0)] = 64
+    """A prefill server computes rather than fetches fewer tokens than this."""
+
+    decoder_kv_blocks_ttl: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 480.0
+    """How long a decode server's finished blocks wait for the next turn, in seconds."""
+
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     """Deadline of opening a peer, and of one transfer, in seconds."""
 

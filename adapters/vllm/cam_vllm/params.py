@@ -49,6 +49,23 @@ def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
     return bool(params and params.get("do_remote_decode"))
 
 
+def wants_readback(params: Mapping[str, Any] | None) -> bool:
+    """Prefill side, bidirectional: a decode server has KV of an earlier turn, which has not been fetched yet."""
+    return bool(
+        wants_remote_decode(params)
+        and params
+        and params.get("remote_block_ids")
+        and params.get("remote_engine_id")
+        and not params.get("_remote_blocks_processed")
+    )
+
+
+def mark_processed(params: dict[str, Any]) -> None:
+    """Once for each request, also after a preemption."""
+    params["do_remote_prefill"] = False
+    params["_remote_blocks_processed"] = True
+
+
 def readers(params: Mapping[str, Any]) -> int:
     """Prefill side: how many decode instances will fetch this prefill (cam_readers). Raises BadParams."""
     count = params.get("cam_readers", 1)
@@ -58,13 +75,21 @@ def readers(params: Mapping[str, Any]) -> int:
 
 
 def offer(
-    *, instance: str, request: str, agents: Sequence[Agent], blocks: Sequence[int], tokens: int, lease: str, prompt: str
+    *,
+    instance: str,
+    request: str,
+    agents: Sequence[Agent],
+    blocks: Sequence[int],
+    tokens: int,
+    lease: str,
+    prompt: str,
+    expiry: float | None = None,
 ) -> dict[str, Any]:
-    """What a finished prefill answers."""
+    """What a finished prefill answers. expiry: set by a decode server for the next turn's prefill; on its own clock."""
     first = agents[0] if agents else Agent("", 0, "")
     return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
+        "do_remote_prefill": expiry is None,
+        "do_remote_decode": expiry is not None,
         "remote_block_ids": [list(blocks)],
         "remote_engine_id": instance,
         "remote_request_id": request,
@@ -72,6 +97,7 @@ def offer(
         "remote_port": first.port,
         "tp_size": max(1, len(agents)),
         "remote_num_tokens": tokens,
+        "remote_blocks_expiry_time": expiry,
         "transfer_mode": "pull",
         "cam_agents": [[agent.host, agent.port, agent.engine_id] for agent in agents],
         "cam_lease": lease,

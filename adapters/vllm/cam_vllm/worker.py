@@ -91,7 +91,7 @@ class CamWorker:
 
     def _lend(self, loan: Loan) -> None:
         self._loans[loan.lease] = loan.request
-        self._engine.lease(loan.lease, tag=loan.request.encode(), readers=loan.readers)
+        self._engine.lease(loan.lease, ttl_s=loan.ttl_s, tag=loan.request.encode(), readers=loan.readers)
         self.stats.count("loans")
 
     def _load(self, load: Load) -> None:
@@ -106,9 +106,8 @@ class CamWorker:
         if event.reason == "expired":
             self.stats.count("expired_loans")
             logger.warning(
-                "cam: no decode instance fetched the KV of request %s within %.0f s (lease_s); its blocks are freed",
-                request, self._options.lease_s,
-            )  # fmt: skip
+                "cam: no decode instance fetched the KV of request %s in time (lease_s); its blocks are freed", request
+            )
         elif event.reason == "readers lost":
             self.stats.count("lost_loans")
             logger.warning(

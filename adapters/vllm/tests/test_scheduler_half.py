@@ -48,7 +48,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Engine:
     """A scheduler without workers: `step` schedules, takes the metadata, and reports what it is told to."""
 
-    def __init__(self, model: Path, role: str, policy: str = "fail", blocks: int = BLOCKS) -> None:
+    def __init__(
+        self,
+        model: Path,
+        role: str,
+        policy: str = "fail",
+        blocks: int = BLOCKS,
+        kv_connector: str = "CamConnector",
+        **extra: Any,
+    ) -> None:
         config = VllmConfig(
             model_config=ModelConfig(model=str(model), dtype="float32", max_model_len=512),
             scheduler_config=SchedulerConfig(
@@ -57,10 +65,11 @@ class Engine:
             cache_config=CacheConfig(block_size=SIZE, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
             kv_transfer_config=KVTransferConfig(
-                kv_connector="CamConnector",
-                kv_connector_module_path="cam_vllm.connector",
+                kv_connector=kv_connector,
+                kv_connector_module_path="cam_vllm.connector" if kv_connector == "CamConnector" else None,
                 kv_role=role,
                 kv_load_failure_policy=policy,
+                kv_connector_extra_config=extra,
             ),
         )
         config.cache_config.num_gpu_blocks = blocks
@@ -72,9 +81,9 @@ class Engine:
             block_size=SIZE,
             log_stats=True,
         )
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): CamHandshake("127.0.0.1", 1111, f"engine-of-{role}")}
-        )
+        if kv_connector == "CamConnector":
+            handshake = CamHandshake("127.0.0.1", 1111, f"engine-of-{role}")
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
         self._output: SchedulerOutput | None = None
 
     def add(self, request: Request) -> Request:
@@ -250,7 +259,7 @@ def test_a_full_prefix_hit_only_declines(make: Make) -> None:
     decode.run_to_end()
     asked, answer, _ = prefilled(prefill, prompt[:32])
     settle(prefill, asked)
-    wanted = decode.add(request(prompt[:33], {**answer, "cam_prompt": None}))
+    wanted = decode.add(request(prompt[:33], answer))
     metadata, _ = decode.step()
     (load,) = metadata.loads
     assert load.blocks == ()
@@ -423,3 +432,81 @@ def test_several_readers_are_asked_for(make: Make) -> None:
     (loan,) = prefill.schedule().loans
     assert loan.readers == 3
     settle(prefill, asked)
+
+
+def test_a_conversation_goes_back_and_forth(make: Make) -> None:
+    prefill = make("kv_producer", bidirectional_kv_xfer=True, kv_recompute_threshold=8)
+    decode = make("kv_consumer", bidirectional_kv_xfer=True)
+    first = [(5 * i + 1) % 500 for i in range(40)]
+    asked, answer, _ = prefilled(prefill, first)
+    settle(prefill, asked)
+    wanted = decode.add(request(first, answer, max_tokens=12))
+    decode.step()
+    decode.step(received={wanted.request_id})
+    finished = decode.run_to_end()[wanted.request_id]
+    back = finished.kv_transfer_params
+    assert (back["do_remote_decode"], back["do_remote_prefill"]) == (True, False)
+    assert back["remote_num_tokens"] == 40 + 12 - 1
+    (loan,) = decode.schedule().loans
+    assert loan.ttl_s == 480
+    # The next turn: the prefill has forgotten the conversation, and loads all that the decode has of it.
+    assert prefill.scheduler.reset_prefix_cache()
+    second = prefill.add(request([*first, *([9] * 12), 77, 78, 79], back, max_tokens=1))
+    metadata, _ = prefill.step()
+    (load,) = metadata.loads
+    assert (load.first_token, load.tokens, load.offer.lease) == (0, 51, back["cam_lease"])
+    _, finished = prefill.step(received={second.request_id})
+    _, finished = prefill.step()
+    assert finished[second.request_id].kv_transfer_params["do_remote_prefill"] is True
+    prefill.step(sent={second.request_id})
+    settle(decode, wanted)
+
+
+def test_a_short_readback_is_declined(make: Make) -> None:
+    prefill = make("kv_producer", bidirectional_kv_xfer=True, kv_recompute_threshold=64)
+    back = {
+        "do_remote_decode": True, "remote_engine_id": "d", "remote_request_id": "r", "remote_block_ids": [[7, 8]],
+        "remote_host": "h", "remote_port": 5, "tp_size": 1, "remote_num_tokens": 20,
+    }  # fmt: skip
+    asked = prefill.add(request(40, back, max_tokens=1))
+    metadata, _ = prefill.step()
+    assert [load.blocks for load in metadata.loads] == [()]
+    prefill.step(sent={asked.request_id})
+
+
+def test_without_the_option_nothing_is_read_back(make: Make) -> None:
+    prefill = make("kv_producer")
+    asked, answer, _ = prefilled(prefill)
+    settle(prefill, asked)
+    again = prefill.add(request(41, {**answer, "do_remote_prefill": False, "do_remote_decode": True}, max_tokens=1))
+    assert not prefill.step()[0].loads
+    prefill.step(sent={again.request_id})
+
+
+def test_as_a_child_of_multi_connector(model: Path, tmp_path: Path) -> None:
+    """CAM's child decides, is told once, and its metadata reaches its worker; the other child does not disturb."""
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    cam = {"kv_connector": "CamConnector", "kv_connector_module_path": "cam_vllm.connector", "kv_role": "kv_both"}
+    engine = Engine(model, "kv_both", kv_connector="MultiConnector", connectors=[example, cam])
+    offer = {
+        "do_remote_prefill": True, "remote_engine_id": "p", "remote_request_id": "r", "remote_block_ids": [[7, 8, 9]],
+        "remote_host": "h", "remote_port": 5, "tp_size": 1, "remote_num_tokens": 40,
+    }  # fmt: skip
+    wanted = engine.add(request(40, offer))
+    output = engine.scheduler.schedule()
+    engine._output = output
+    (load,) = output.kv_connector_metadata.metadata[1].loads
+    assert (load.request, load.tokens) == (wanted.request_id, 40)
+    assert wanted.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.report(received={wanted.request_id})
+    engine._output = engine.scheduler.schedule()
+    engine.report()
+    for _ in range(3):
+        engine._output = engine.scheduler.schedule()
+        engine.report()
+    engine.scheduler.schedule()
+    assert not engine.scheduler.requests
