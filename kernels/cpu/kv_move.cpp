@@ -1,6 +1,7 @@
 #include "kv_move.h"
 
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -112,7 +113,14 @@ Outcome transfer(pid_t pid, Batch& batch, bool to_mine) {
 }  // namespace
 
 Mover::Mover(int threads, const std::string& isa, size_t nontemporal_threshold)
-    : rows_(row_kernels(isa)), threshold_(nontemporal_threshold), pool_(threads) {}
+    : rows_(row_kernels(isa)),
+      threshold_(nontemporal_threshold),
+      owner_(getpid()),
+      pool_(std::make_unique<Pool>(threads)) {}
+
+Mover::~Mover() {
+    if (getpid() != owner_) static_cast<void>(pool_.release());  // a forked child: its threads are the parent's
+}
 
 Outcome Mover::copy(const Pieces& pieces, const Limits& limits) {
     if (const Ended ended = look(limits); ended != Ended::done) return {ended, 0, 0};
@@ -127,8 +135,8 @@ Outcome Mover::copy(const Pieces& pieces, const Limits& limits) {
         if (outcome.ended == Ended::done || part.step < outcome.step) outcome = part;
     };
     std::unique_lock threads(pool_use_, std::try_to_lock);
-    if (threads.owns_lock() && pool_.threads() > 1 && nontemporal) {
-        pool_.parallel_for(pieces.steps(), 2 * pool_.threads(), body);
+    if (threads.owns_lock() && pool_->threads() > 1 && nontemporal) {
+        pool_->parallel_for(pieces.steps(), 2 * pool_->threads(), body);
     } else {
         body(0, pieces.steps());
     }

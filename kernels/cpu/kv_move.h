@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 
 #include "pool.h"
@@ -50,6 +51,7 @@ struct Outcome {
 class Mover {
 public:
     Mover(int threads, const std::string& isa, size_t nontemporal_threshold);
+    ~Mover();
 
     Outcome copy(const Pieces& pieces, const Limits& limits);
     // Their side is the address space of process pid.
@@ -59,7 +61,8 @@ public:
 private:
     const RowKernels& rows_;
     const size_t threshold_;
-    Pool pool_;
+    const pid_t owner_;
+    std::unique_ptr<Pool> pool_;
     std::mutex pool_use_;  // one transfer at a time has the threads; others copy alone meanwhile
 };
 

@@ -115,7 +115,7 @@ def _move(job: Job, other: Connection) -> Pass:
     pool = contenders.empty_pool(case)
     pool.zero_()
     mover = contenders.mover(job.contender, case, pool, other.recv(), job.threads)
-    threads = Options(threads=job.threads).settings(None).threads
+    threads = Options(threads=job.threads).copy_threads
     floors = [contenders.Floor(case, pool, nontemporal=nontemporal, threads=threads) for nontemporal in (True, False)]
 
     def round_() -> float:

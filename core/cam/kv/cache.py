@@ -11,13 +11,14 @@ from cam.kv.geometry import Layer
 from cam.kv.routes import Mine
 from cam.memory.pool import Pool
 from cam.transport import Home, Range, Settings, Shared
+from cam_kernels import Mover
 
 
 class Cache:
     """Thread-safe. Layers are registered once: peers rely on where they are."""
 
-    def __init__(self, who: m.Who, pool: Pool, settings: Settings) -> None:
-        self._who, self._pool, self._settings = who, pool, settings
+    def __init__(self, who: m.Who, pool: Pool, settings: Settings, mover: Mover) -> None:
+        self._who, self._pool, self._settings, self._mover = who, pool, settings, mover
         self._lock = threading.Lock()
         self._layers: tuple[Layer, ...] = ()
         self._mine: Mine | None = None
@@ -99,4 +100,4 @@ class Cache:
             ranges[where] = None
         segment = self._pool.segment
         shared = [] if segment is None else [Shared(segment[0].fd, segment[1], segment[0].size, segment[0].nonce)]
-        return Home(self._who.engine_id, tuple(ranges), shared, self._settings)
+        return Home(self._who.engine_id, tuple(ranges), shared, self._settings, self._mover)

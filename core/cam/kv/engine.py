@@ -34,7 +34,6 @@ from cam.kv.service import EngineService, Transports
 from cam.kv.transfer import Transfer
 from cam.memory.pool import Pool
 from cam.transport import names
-from cam.transport.copying import mover_for
 from cam.transport.registry import unknown
 
 Direction = Literal["read", "write"]
@@ -83,13 +82,12 @@ class Engine:
         self._pool = Pool(f"kv-{name}", self.options.memory_limit)
         self._remotes: set[Remote] = set()
         self._closed = self._forked = False
-        settings = self.options.settings(listen)
-        self._cache = Cache(self._me, self._pool, settings)
+        mover = self.options.mover()
+        self._cache = Cache(self._me, self._pool, self.options.settings(listen), mover)
         self._inbox = Inbox()
         self._leases = Leases(self.options.lease_s, self._inbox.put)
         self._metrics = Metrics(name, lambda: {**self._leases.counts, "active": self._leases.active()})
         self._transports = Transports(self._cache.home, self.options.transports)
-        mover = mover_for(settings)
         self._context = Context(
             mover, self._metrics, self.options.inline_bytes, self.options.timeout_s, self._cache.positions
         )

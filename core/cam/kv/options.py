@@ -10,6 +10,7 @@ from typing import Any, Literal
 from cam import host
 from cam.errors import ConfigError
 from cam.transport import Settings
+from cam_kernels import Mover
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,18 @@ class Options:
                 raise ConfigError(f"unknown option {key!r}: {hint}")
         return cls(**given)
 
+    def mover(self) -> Mover:
+        """What copies, with threads of its own."""
+        return Mover(self.copy_threads, self.isa, self.nontemporal_threshold)
+
+    @property
+    def copy_threads(self) -> int:
+        """`threads`, decided."""
+        return self.threads or min(4, host.usable_cores())
+
     def settings(self, listen: str | None) -> Settings:
         """The transports' part."""
         return Settings(
-            threads=self.threads or min(4, host.usable_cores()),
-            isa=self.isa,
-            nontemporal_threshold=self.nontemporal_threshold,
             nixl_backends=self.nixl_backends,
             mooncake_protocol=self.mooncake_protocol,
             mooncake_device=self.mooncake_device,

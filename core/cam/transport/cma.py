@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from cam.errors import NotReachable
-from cam.transport.copying import Copy, mover_for
+from cam.transport.copying import Copy
 from cam.transport.pieces import Batch, Int64s
 from cam.transport.protocol import Ended, Home, Limits, Offer, Target
 from cam_kernels import Mover
@@ -34,7 +34,7 @@ class Cma:
     name = "cma"
 
     def __init__(self, home: Home) -> None:
-        self._mover = mover_for(home.settings)
+        self._mover = home.mover
         self._number = secrets.token_bytes(_NUMBER_BYTES)
         self._held = ctypes.create_string_buffer(self._number, _NUMBER_BYTES)
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from cam.transport.liveness import lost_soon
 from cam.transport.pieces import Batch
-from cam.transport.protocol import Ended, Limits, Outcome, Settings
-from cam_kernels import Mover
+from cam.transport.protocol import Ended, Limits, Outcome
 
 #: Mover.copy or Mover.copy_process of one pid: what remains are the table, the bases and the limits.
 Move = Callable[[int, int, int, int, int, bool, int, int], tuple[int, int, int]]
@@ -47,10 +46,6 @@ class Copy:
 
     def close(self) -> None:
         """Nothing to give back."""
-
-
-def mover_for(settings: Settings) -> Mover:
-    return Mover(settings.threads, settings.isa, settings.nontemporal_threshold)
 
 
 def _explained(error: int) -> str:

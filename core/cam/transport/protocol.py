@@ -20,6 +20,7 @@ from enum import Enum
 from typing import Protocol
 
 from cam.transport.pieces import Batch, Int64s
+from cam_kernels import Mover
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class Settings:
-    """What transports can be told. threads, isa, nontemporal_threshold: of copies in this process.
+    """What transports of other libraries can be told.
 
     nixl_backends: plugins of NIXL. mooncake_protocol, mooncake_device: as Mooncake's TransferEngine takes them
     ("tcp"; "rdma" with device names; "ascend" where Mooncake was built for it). advertise: the address of this
     host under which peers reach what Mooncake listens on.
     """
 
-    threads: int = 1
-    isa: str = "auto"
-    nontemporal_threshold: int = 1 << 20
     nixl_backends: tuple[str, ...] = ("UCX",)
     mooncake_protocol: str = "tcp"
     mooncake_device: str = ""
@@ -61,12 +59,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Home:
-    """The memory that a process lets others reach. name: unique among all processes that may meet."""
+    """The memory that a process lets others reach. name: unique among all processes that may meet. mover: the threads
+    that copy, for all transports of this process."""
 
     name: str
     ranges: Sequence[Range]
     shared: Sequence[Shared]
     settings: Settings
+    mover: Mover
 
 
 @dataclass(frozen=True)

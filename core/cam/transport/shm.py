@@ -12,7 +12,7 @@ import numpy as np
 
 from cam.errors import NotReachable
 from cam.memory.segment import NONCE_BYTES, doubt
-from cam.transport.copying import Copy, mover_for
+from cam.transport.copying import Copy
 from cam.transport.pieces import Batch, Int64s
 from cam.transport.protocol import Home, Offer, Range, Target
 from cam_kernels import Mapping, Mover
@@ -33,7 +33,6 @@ class Shm:
 
     def __init__(self, home: Home) -> None:
         self._home = home
-        self._mover = mover_for(home.settings)
 
     def offer(self, request: bytes) -> Offer:
         outside = _outside(self._home.ranges, [Range(each.address, each.nbytes) for each in self._home.shared])
@@ -50,7 +49,7 @@ class Shm:
             raise NotReachable(f"shm: {target.name} is not reached over a Unix socket: it is on another host")
         offer = target.ask(b"")
         try:
-            return _Mapped(self._mover, target, _decode(target.name, offer), offer.fds)
+            return _Mapped(self._home.mover, target, _decode(target.name, offer), offer.fds)
         finally:
             for fd in offer.fds:
                 os.close(fd)
