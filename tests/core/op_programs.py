@@ -356,3 +356,28 @@ def release(group: Any) -> tuple[int, str]:
     except cam.InputError as error:
         return held, str(error)
     return held, "no error"
+
+
+def compiled_with_graph_breaks(group: Any, layout: str) -> list[bool]:
+    """Dispatch, experts, combine, and the backward pass, with breaks between: the compiler sees each piece alone."""
+    buffer = cam.ep.Buffer(group, EXPERTS, layout=layout)
+
+    def step(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+        recv, handle = buffer.dispatch(x, idx, weights)
+        torch._dynamo.graph_break()
+        out = buffer.combine(recv.x * 2, handle)
+        again, handle = buffer.dispatch(x, handle=handle)
+        torch._dynamo.graph_break()
+        out = out + buffer.combine(again.x * 3, handle)
+        out.square().sum().backward()
+        return out.detach()
+
+    equal = []
+    for tokens in (3 + group.rank, 6, 2):
+        results = []
+        for call in (step, torch.compile(step, backend="aot_eager")):
+            x, idx, weights = _inputs(group, tokens)
+            x, weights = x.requires_grad_(), weights.requires_grad_()
+            results.append([call(x, idx, weights), x.grad, weights.grad])
+        equal.append(all(a is b is None or torch.equal(a, b) for a, b in zip(*results, strict=True)))
+    return equal

@@ -130,3 +130,9 @@ def test_the_default_dtype_changes_nothing() -> None:
 def test_a_released_handle_holds_nothing() -> None:
     with Ranks(2) as ranks:
         assert ranks.run(op_programs.release) == [(0, "this handle has been released")] * 2
+
+
+@in_layouts
+def test_compiled_with_graph_breaks(layout: str) -> None:
+    with Ranks(2) as ranks:
+        assert ranks.run(op_programs.compiled_with_graph_breaks, layout) == [[True] * 3] * 2

@@ -13,6 +13,9 @@ arguments, and ranks share the cache (hence `local_experts` and `ranks`).
 
 `anchor` is an empty tensor that carries the autograd graph from a dispatch, through its repetitions, to its combine, so
 that every rank takes part in the backward pass even where no row came and the experts were not called.
+
+torch.compile(fullgraph=True) traces them; torch 2.8 needs torch._dynamo.config.capture_dynamic_output_shape_ops = True,
+because the number of received rows depends on the routing.
 """
 
 import torch

@@ -11,6 +11,7 @@ from torch.utils.dlpack import from_dlpack
 from cam import registry
 from cam.errors import InputError
 from cam.ops.placement import expert_range
+from cam.ops.untraced import untraced
 
 #: Row types that the kernels compute with; all others travel as bytes.
 _ROW_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -228,8 +229,8 @@ def route(source: Tensor, tokens: int, topk: int, group: str, timeout: float) ->
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "ep_dispatch": dispatch,
-    "ep_combine": combine,
-    "ep_scatter": scatter,
-    "ep_route": route,
+    "ep_dispatch": untraced(dispatch),
+    "ep_combine": untraced(combine),
+    "ep_scatter": untraced(scatter),
+    "ep_route": untraced(route),
 }
