@@ -96,14 +96,13 @@ class Group:
 
         Raises OutOfWindowMemory (knob: window_limit).
         """
-        if self._refusal is not None:
-            raise self._refusal("empty")
+        arena = self._window("empty")
         name = _NATIVE_DTYPES.get(dtype)
         carrier = name or _CARRIERS.get(dtype.itemsize)
-        if carrier is None or self._arena is None:
+        if carrier is None:
             raise InputError(f"group.empty: {dtype} is not supported ({dtype.itemsize} bytes an element)")
         try:
-            memory = self._arena.empty(tuple(shape), carrier)
+            memory = arena.empty(tuple(shape), carrier)
         except NATIVE_ERRORS as error:
             raise translate(error, self.name, "empty", self.rank) from None
         tensor: torch.Tensor = from_dlpack(memory)
@@ -111,15 +110,11 @@ class Group:
 
     def memory(self) -> dict[str, int]:
         """This rank's window memory in bytes: allocated, peak, resident, limit; and the number of blocks."""
-        if self._refusal is not None or self._arena is None:
-            raise self._refuse("memory")
-        return dict(self._arena.stats())
+        return dict(self._window("memory").stats())
 
     def trim(self) -> None:
         """Gives all window memory that is not in use back to the operating system."""
-        if self._refusal is not None or self._arena is None:
-            raise self._refuse("trim")
-        self._arena.trim()
+        self._window("trim").trim()
 
     def close(self) -> None:
         """Leaves the group, after the operations that were submitted. Idempotent.
@@ -175,16 +170,15 @@ class Group:
     @property
     def arena(self) -> "native.Arena":
         """The allocator of this rank's window."""
-        if self._refusal is not None or self._arena is None:
-            raise self._refuse("arena")
-        return self._arena
+        return self._window("arena")
 
     @property
     def endpoint(self) -> "native.Endpoint":
         """The native endpoint. Raises NotReachable when some ranks do not share memory."""
-        if self._endpoint is None:
+        endpoint = self._endpoint  # read once: another thread may close the group
+        if endpoint is None:
             raise self._refuse("endpoint")
-        return self._endpoint
+        return endpoint
 
     @property
     def turn(self) -> Turns:
@@ -225,6 +219,12 @@ class Group:
             raise self._closed("submit") from None
 
     # --- why not --------------------------------------------------------------------------------------------
+
+    def _window(self, operation: str) -> "native.Arena":
+        arena = self._arena  # read once: another thread may close the group
+        if self._refusal is not None or arena is None:
+            raise self._refuse(operation)
+        return arena
 
     def _refuse(self, operation: str) -> CamError:
         if self._refusal is not None:

@@ -147,6 +147,8 @@ void copy_bytes(uintptr_t target, uintptr_t source, size_t bytes, bool nontempor
 }  // namespace
 
 NB_MODULE(_native, m) {
+    // Whoever keeps a group to the end of the process, as compilers' caches do, would get a page of warnings.
+    nb::set_leak_warnings(false);
     for (auto& entry : error_classes) {
         const std::string qualified = std::string("cam_kernels._native.") + entry.name;
         entry.type = PyErr_NewException(qualified.c_str(), nullptr, nullptr);

@@ -246,11 +246,10 @@ void Endpoint::watch(const std::vector<int>& pending, Clock::time_point since) {
         error.waited_s = seconds(Clock::now() - since);
         throw error;
     }
-    if (options_.check_interrupt) options_.check_interrupt();
 }
 
 Collective::Collective(Endpoint& endpoint, Operation operation, double timeout_s)
-    : endpoint_(endpoint), operation_(operation), started_(Clock::now()) {
+    : endpoint_(endpoint), operation_(operation), name_(operation_name(operation)), started_(Clock::now()) {
     // A century is as good as for ever, and does not overflow.
     const double bounded = std::clamp(timeout_s, 0.0, 3e9);
     deadline_ = started_ + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
@@ -330,6 +329,7 @@ void Collective::wait_all() {
         const auto now = Clock::now();
         if (now >= next_watch) {
             e.watch(pending, since);
+            if (e.options_.check_interrupt) e.options_.check_interrupt();
             next_watch = now + kSlice;
         }
         if (now >= deadline_) {
@@ -344,6 +344,8 @@ void Collective::wait_all() {
             futex_wait(missing, count,
                        std::max<Clock::duration>(std::min(next_watch, deadline_) - now, Clock::duration(1)));
             look();
+            // Woken, but not by the last message: a peer may have left or given up.
+            if (!pending.empty() && missing.load(std::memory_order_relaxed) == 0) e.watch(pending, since);
         }
         missing.store(0, std::memory_order_relaxed);
     }
@@ -417,6 +419,7 @@ std::vector<std::string> Endpoint::exchange(const std::vector<std::string_view>&
     };
     constexpr size_t kPiece = kSlotCapacity - sizeof(Head);
     return run_collective(*this, Operation::exchange, timeout_s, [&](Collective& call) {
+        call.set_name(name);
         Head mine;
         copy_text(mine.name, sizeof mine.name, name);
         for (const auto& payload : payloads) mine.longest = std::max<uint64_t>(mine.longest, payload.size());

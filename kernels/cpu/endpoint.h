@@ -88,7 +88,7 @@ struct EndpointOptions {
     int threads = 1;
     std::string isa = "auto";
     size_t nontemporal_threshold = 0;
-    std::function<void()> check_interrupt;  // may throw Error(interrupted); called about ten times a second
+    std::function<void()> check_interrupt;  // may throw what ends the wait; called about twenty times a second
 };
 
 class Endpoint {
@@ -222,6 +222,8 @@ public:
 
     // Memory that peers may write to during this call: never reused if the call breaks.
     void lend(const std::shared_ptr<Block>& block) { lent_.push_back(block); }
+    // What errors call the operation, where that says more than its kind.
+    void set_name(std::string name) { name_ = std::move(name); }
     void add_bytes(int64_t bytes) { bytes_ += bytes; }
     Endpoint& endpoint() { return endpoint_; }
 
@@ -235,6 +237,7 @@ private:
 
     Endpoint& endpoint_;
     Operation operation_;
+    std::string name_;
     Clock::time_point started_, deadline_;
     const char* phase_ = "";
     uint32_t phase_index_ = 0;
@@ -254,7 +257,7 @@ auto run_collective(Endpoint& endpoint, Operation operation, double timeout_s, B
         collective.settle();
         return result;
     } catch (Error& error) {
-        if (error.operation.empty()) error.operation = operation_name(operation);
+        if (error.operation.empty()) error.operation = collective.name_;
         if (error.phase.empty()) error.phase = collective.phase_;
         if (collective.published_ && !collective.agreed_) collective.broke(error);
         throw;

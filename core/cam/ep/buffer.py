@@ -15,9 +15,9 @@ from cam.group import Group
 from cam.npu import status
 from cam.npu.expert_parallel import NpuExpertParallel
 from cam.ops import ep as _ops  # noqa: F401  # registers torch.ops.cam.ep_*
+from cam.ops.ep_autograd import ROW_DTYPES
 from cam.ops.placement import expert_range
 
-ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: What a handle's buffer and the buffer that uses it must have in common.
 _TRAITS = ("group", "num_experts", "layout", "expert_alignment")
 Timeout = float | timedelta | None
@@ -181,7 +181,8 @@ class Buffer:
         route = self._route(handle)
         if values.shape[0] != route.shape[0]:
             raise InputError(f"x has {values.shape[0]} tokens; the handle is of a dispatch of {route.shape[0]}")
-        rows, row_scales, _, _ = torch.ops.cam.ep_scatter(
+        differentiable = torch.is_grad_enabled() and values.requires_grad
+        rows, row_scales, _, _, anchor = torch.ops.cam.ep_scatter(
             values,
             scales,
             route,
@@ -189,6 +190,7 @@ class Buffer:
             None,
             None,
             None,
+            handle.anchor if differentiable else None,
             handle.rows,
             self.group.name,
             self.layout,
@@ -207,7 +209,7 @@ class Buffer:
             idx,
             weights,
         )
-        return received, handle
+        return received, handle.continued(anchor) if differentiable else handle
 
     def _check_rows(self, values: Tensor, scales: Tensor | None) -> None:
         if values.dim() != 2:
@@ -225,6 +227,12 @@ class Buffer:
                 raise InputError(
                     f"scales must be [{values.shape[0]}, S] or [{values.shape[0]}] like the values' rows, got shape "
                     f"{tuple(scales.shape)}"
+                )
+            opaque = values.requires_grad and values.dtype not in ROW_DTYPES
+            if (opaque or scales.requires_grad) and torch.is_grad_enabled():
+                raise InputError(
+                    f"{'scales' if scales.requires_grad else f'{values.dtype} values'} that are forwarded carry no "
+                    "gradient, but they require one: pass them detached"
                 )
         if self.quant is not None and values.requires_grad and torch.is_grad_enabled():
             raise InputError(
@@ -374,6 +382,8 @@ class Buffer:
         return Pending(
             self.group,
             lambda: self.dispatch(x, topk_idx, topk_weights, active_mask=active_mask, handle=handle, timeout=timeout),
+            # A repetition without gradients returns the old anchor, whose place in the program is another.
+            lambda result: result[0].x if result[1] is handle else result[1].anchor,
         )
 
     def combine_async(
@@ -392,6 +402,7 @@ class Buffer:
             lambda: self.combine(
                 y, handle, topk_weights=topk_weights, bias=bias, apply_weights=apply_weights, timeout=timeout
             ),
+            lambda result: result if isinstance(result, Tensor) else result[0],
         )
 
 
