@@ -134,7 +134,6 @@ class Endpoint:
         """(x, scales, dots, row values)"""
 
     def ep_route(self, source: int, rows: int, tokens: int, topk: int, timeout_s: float) -> Array: ...
-
     def all_reduce(
         self,
         spans: list[tuple[int, int, int]],
@@ -145,7 +144,7 @@ class Endpoint:
         piece: int,
         timeout_s: float,
     ) -> None:
-        """spans: (input, output, elements) of tensors that are reduced together. reduction: sum, avg, product, min, max,
+        """spans: (input, output, elements) of tensors reduced together. reduction: sum, avg, product, min, max,
         bit_and, bit_or, bit_xor, premul_sum. algorithm: auto, flat, direct. piece: bytes staged at once, 0 = chosen."""
 
     def reduce(
@@ -176,16 +175,21 @@ class Endpoint:
         """parts[r], elements[r]: what this rank contributes to the result of rank r."""
 
     def all_gather(
-        self, input: int, nbytes: list[int], outs: list[int], algorithm: str, piece: int, timeout_s: float
+        self, contribution: int, nbytes: list[int], outs: list[int], algorithm: str, piece: int, timeout_s: float
     ) -> None:
         """nbytes[r]: what rank r contributes; outs[r]: where that goes here."""
 
     def gather(
-        self, input: int, nbytes: list[int], outs: list[int], root: int, algorithm: str, piece: int, timeout_s: float
+        self,
+        contribution: int,
+        nbytes: list[int],
+        outs: list[int],
+        root: int,
+        algorithm: str,
+        piece: int,
+        timeout_s: float,
     ) -> None: ...
-    def broadcast(
-        self, data: int, nbytes: int, root: int, algorithm: str, piece: int, timeout_s: float
-    ) -> None: ...
+    def broadcast(self, data: int, nbytes: int, root: int, algorithm: str, piece: int, timeout_s: float) -> None: ...
     def all_to_all(
         self,
         ins: list[int],
