@@ -94,14 +94,12 @@ class Commands:
     def state(self) -> dict[str, Any]:
         scheduler = self._core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
-        connector = scheduler.connector
+        half = None if scheduler.connector is None else scheduler.connector.scheduler
         return {
             "requests": sorted(scheduler.requests),
             "free": pool.get_num_free_blocks(),
             "total": pool.num_gpu_blocks - 1,
-            "pending": None
-            if connector is None
-            else sorted(connector._scheduler._loading | connector._scheduler._lending),
+            "pending": [] if half is None else sorted(half._loading | half._lending),
         }
 
     def fill_cache(self, value: float) -> None:
