@@ -60,7 +60,8 @@ class Commands:
     def finish(self, deadline_s: float = 60) -> list[dict[str, Any]]:
         """Steps until no request is left; outputs in the order of their addition."""
         found = {}
-        end = time.monotonic() + deadline_s
+        begin = time.monotonic()
+        end = begin + deadline_s
         while self._engine.has_unfinished_requests():
             if time.monotonic() > end:
                 raise TimeoutError(f"requests still unfinished after {deadline_s} s")
@@ -71,6 +72,7 @@ class Commands:
                         "finish": output.outputs[0].finish_reason,
                         "cached": output.num_cached_tokens,
                         "kv": output.kv_transfer_params,
+                        "seconds": time.monotonic() - begin,
                     }
         return [found[name] for name in sorted(found, key=lambda name: int(name.split("-")[1]))]
 
