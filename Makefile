@@ -135,7 +135,7 @@ $(VLLM_STAMPS)/ready: $(KERNEL_SOURCES) core/pyproject.toml adapters/vllm/pyproj
 	$(VLLM_PIP) --no-build-isolation -e ./core -e ./adapters/vllm
 	@touch $@
 
-# What the demo's --bench compares with. Without dependencies: these name a CUDA torch.
+# What the demo's --bench compares with. Without dependencies: these name the builds for two versions of CUDA.
 $(VLLM_STAMPS)/nixl: | $(VLLM_STAMPS)/vllm
 	$(VLLM_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@touch $@
