@@ -36,7 +36,7 @@ def request(**changes: Any) -> Any:
         {"mm_features": [image("b", 3)]},
         {"mm_features": [image("a", 4)]},
         {"mm_features": [image("a", 3), image("c", 8)]},
-        {"prompt_embeds": torch.ones(20, 2)},
+        {"prompt_embeds": torch.ones(20, 2, dtype=torch.bfloat16)},
     ],
     ids=["tokens", "salt", "lora", "no image", "other image", "elsewhere", "more images", "embeddings"],
 )
