@@ -44,7 +44,7 @@ test: setup
 	$(PY) -m pytest tests $(wildcard adapters) $(PYTEST_ARGS)
 
 # A model served by vLLM in two halves, beside the same in one piece. DEMO_ARGS=--bench also measures.
-demo: $(VLLM_STAMPS)/ready
+demo: $(VLLM_STAMPS)/ready $(if $(findstring bench,$(DEMO_ARGS)),$(VLLM_STAMPS)/nixl)
 	$(VLLM_VENV)/bin/python adapters/vllm/examples/demo.py $(DEMO_ARGS)
 
 # A mixture of experts trained over four processes.
@@ -133,4 +133,9 @@ $(VLLM_STAMPS)/ready: $(KERNEL_SOURCES) core/pyproject.toml adapters/vllm/pyproj
 	@echo "== cam and cam-vllm in $(VLLM_VENV)"
 	$(VLLM_PIP) --no-build-isolation --no-deps ./kernels -C build-dir=$(CURDIR)/build/kernels-vllm
 	$(VLLM_PIP) --no-build-isolation -e ./core -e ./adapters/vllm
+	@touch $@
+
+# What the demo's --bench compares with. Without dependencies: these name the builds for two versions of CUDA.
+$(VLLM_STAMPS)/nixl: | $(VLLM_STAMPS)/vllm
+	$(VLLM_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@touch $@

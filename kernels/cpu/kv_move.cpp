@@ -42,6 +42,14 @@ size_t total_bytes(const Pieces& pieces) {
     return sum * static_cast<size_t>(pieces.layers);
 }
 
+// Where a step starts to read; null behind the last one.
+const std::byte* source(const Pieces& all, int64_t step, int64_t end) {
+    if (step >= end) return nullptr;
+    const Piece& piece = all.pieces[step % all.count];
+    const int64_t layer = step / all.count;
+    return all.to_mine ? at(all.their_bases[layer], piece.their_offset) : at(all.my_bases[layer], piece.my_offset);
+}
+
 // Steps [begin, end), until a limit says stop.
 Outcome copy_steps(const RowKernels& rows, const Pieces& all, const Limits& limits, bool nontemporal, int64_t begin,
                    int64_t end) {
@@ -58,10 +66,16 @@ Outcome copy_steps(const RowKernels& rows, const Pieces& all, const Limits& limi
             }
             std::byte* to = all.to_mine ? mine : theirs;
             const std::byte* from = all.to_mine ? theirs : mine;
-            rows.copy(to, from, static_cast<size_t>(piece.bytes), nontemporal);
             mine += piece.my_stride;
             theirs += piece.their_stride;
             since += piece.bytes;
+            if (nontemporal) {
+                const std::byte* next =
+                    row + 1 < piece.rows ? (all.to_mine ? theirs : mine) : source(all, step + 1, end);
+                rows.copy_ahead(to, from, static_cast<size_t>(piece.bytes), next == nullptr ? from : next);
+            } else {
+                rows.copy(to, from, static_cast<size_t>(piece.bytes), false);
+            }
         }
     }
     return {};

@@ -30,6 +30,8 @@ struct RowKernels {
     const char* isa;
 
     void (*copy)(void* dst, const void* src, size_t bytes, bool nontemporal);
+    // With non-temporal stores, fetching ahead, at the end already from `next`, which is read after this.
+    void (*copy_ahead)(void* dst, const void* src, size_t bytes, const void* next);
     void (*zero)(void* dst, size_t bytes);
     // Makes non-temporal stores visible before the flag that announces them.
     void (*fence)();

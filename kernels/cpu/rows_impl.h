@@ -41,6 +41,32 @@ void copy(void* target, const void* source, size_t bytes, bool nontemporal) {
     std::memcpy(to + done, from + done, bytes - done);
 }
 
+// The hardware's prefetchers stop at the end of a page and start anew where the next piece lies; with them alone a
+// scattered copy waits for memory a quarter to a third longer.
+void copy_ahead(void* target, const void* source, size_t bytes, const void* next) {
+    constexpr size_t kAhead = 2048;
+    if (bytes < kAhead) {
+        copy(target, source, bytes, true);
+        return;
+    }
+    auto* to = static_cast<std::byte*>(target);
+    const auto* from = static_cast<const std::byte*>(source);
+    const size_t head = -reinterpret_cast<uintptr_t>(to) % 64;
+    std::memcpy(to, from, head);
+    size_t done = head;
+    for (; done + 256 <= bytes; done += 256) {
+        const size_t later = done + kAhead;
+        const auto* ahead = later < bytes ? from + later : static_cast<const std::byte*>(next) + (later - bytes);
+        for (int line = 0; line < 4; ++line) __builtin_prefetch(ahead + 64 * line);
+        stream64(to + done, from + done);
+        stream64(to + done + 64, from + done + 64);
+        stream64(to + done + 128, from + done + 128);
+        stream64(to + done + 192, from + done + 192);
+    }
+    for (; done + 64 <= bytes; done += 64) stream64(to + done, from + done);
+    std::memcpy(to + done, from + done, bytes - done);
+}
+
 void zero(void* target, size_t bytes) { std::memset(target, 0, bytes); }
 
 // Calls `body(Type{})` with the element type; opaque rows never get here.
@@ -230,7 +256,7 @@ void quant_fp8(uint8_t* q, float* scales, const void* x, int64_t hidden, Dtype d
 }
 
 constexpr RowKernels table(const char* isa) {
-    return {isa, copy, zero, fence, quant_int8, quant_fp8, reduce, scale, dot};
+    return {isa, copy, copy_ahead, zero, fence, quant_int8, quant_fp8, reduce, scale, dot};
 }
 
 }  // namespace

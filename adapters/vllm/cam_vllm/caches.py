@@ -27,7 +27,8 @@ def place(engine: kv.Engine, wish: str, caches: Mapping[str, torch.Tensor], hold
         if wish == "vllm":
             raise InputError("kv_memory is 'vllm'")
         tensors = [*caches.values(), *_views(caches, holders)]
-        engine.adopt(tensors)
+        # Both are untouched zero pages, vLLM's and the engine's first ones: copying would touch tens of GB twice.
+        engine.adopt(tensors, keep=False)
         outside = [name for name, tensor in caches.items() if not engine.holds(tensor)]
         if outside:
             raise InputError(f"the caches of {', '.join(outside[:3])} could not be moved")

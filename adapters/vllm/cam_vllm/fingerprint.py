@@ -8,8 +8,15 @@ import hashlib
 from array import array
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    content: bytes = tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()  # numpy knows no bfloat16
+    return content
 
 
 def fingerprint(request: "Request", tokens: int) -> str:
@@ -18,7 +25,7 @@ def fingerprint(request: "Request", tokens: int) -> str:
     lora = request.lora_request
     parts: list[bytes] = [
         array("q", request.all_token_ids[:tokens]).tobytes(),
-        b"" if request.prompt_embeds is None else request.prompt_embeds[:tokens].contiguous().cpu().numpy().tobytes(),
+        b"" if request.prompt_embeds is None else _bytes(request.prompt_embeds[:tokens]),
         (request.cache_salt or "").encode(),
         b"" if lora is None else lora.lora_name.encode(),
         *(

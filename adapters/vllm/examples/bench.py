@@ -36,7 +36,7 @@ def run(console: Console, model: Path) -> None:
     rows: list[tuple[str, Timing | str]] = []
     for name, start in (("one server", _whole), ("two halves, CAM", _cam), ("two halves, NIXL", _nixl)):
         if start is _nixl and importlib.util.find_spec("nixl") is None:
-            rows.append((name, "not run: nixl is not installed (pip install nixl-cu12)"))
+            rows.append((name, "not run: nixl is not installed (pip install --no-deps nixl nixl-cu12)"))
             continue
         try:
             with servers.Servers() as started, console.status(f"measuring: {name}"):

@@ -19,6 +19,9 @@ def make(kind: str, folder: Path) -> Path:
         return target
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     shape = {
         "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,

@@ -60,7 +60,8 @@ class Commands:
     def finish(self, deadline_s: float = 60) -> list[dict[str, Any]]:
         """Steps until no request is left; outputs in the order of their addition."""
         found = {}
-        end = time.monotonic() + deadline_s
+        begin = time.monotonic()
+        end = begin + deadline_s
         while self._engine.has_unfinished_requests():
             if time.monotonic() > end:
                 raise TimeoutError(f"requests still unfinished after {deadline_s} s")
@@ -71,6 +72,7 @@ class Commands:
                         "finish": output.outputs[0].finish_reason,
                         "cached": output.num_cached_tokens,
                         "kv": output.kv_transfer_params,
+                        "seconds": time.monotonic() - begin,
                     }
         return [found[name] for name in sorted(found, key=lambda name: int(name.split("-")[1]))]
 
@@ -94,14 +96,12 @@ class Commands:
     def state(self) -> dict[str, Any]:
         scheduler = self._core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
-        connector = scheduler.connector
+        half = None if scheduler.connector is None else scheduler.connector.scheduler
         return {
             "requests": sorted(scheduler.requests),
             "free": pool.get_num_free_blocks(),
             "total": pool.num_gpu_blocks - 1,
-            "pending": None
-            if connector is None
-            else sorted(connector._scheduler._loading | connector._scheduler._lending),
+            "pending": [] if half is None else sorted(half._loading | half._lending),
         }
 
     def fill_cache(self, value: float) -> None:

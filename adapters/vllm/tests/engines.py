@@ -68,6 +68,10 @@ class EngineProcess:
             raise EngineDied(f"{answer['error']}\n{self.log[-3000:]}")
         return answer["result"]
 
+    def signal(self, number: int) -> None:
+        """To the engine and its children."""
+        os.killpg(self._process.pid, number)
+
     def kill(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

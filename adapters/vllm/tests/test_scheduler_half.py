@@ -53,7 +53,6 @@ class Engine:
         model: Path,
         role: str,
         policy: str = "fail",
-        blocks: int = BLOCKS,
         kv_connector: str = "CamConnector",
         **extra: Any,
     ) -> None:
@@ -72,11 +71,11 @@ class Engine:
                 kv_connector_extra_config=extra,
             ),
         )
-        config.cache_config.num_gpu_blocks = blocks
+        config.cache_config.num_gpu_blocks = BLOCKS
         spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
         self.scheduler = Scheduler(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+            kv_cache_config=KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
             structured_output_manager=StructuredOutputManager(config),
             block_size=SIZE,
             log_stats=True,

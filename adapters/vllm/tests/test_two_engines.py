@@ -1,6 +1,7 @@
 """Real vLLM engines in processes of their own: prefill here, decode there, beside one engine that does both."""
 
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from adapters.vllm.tests.engines import EngineProcess
 
 TOKENS = 10
 LEASE_S = 4.0
+TIMEOUT_S = 10.0
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -26,7 +28,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def connector(role: str, policy: str = "fail", **extra: Any) -> dict[str, Any]:
     return {
         "kv_connector": "cam", "kv_role": role, "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"lease_s": LEASE_S, "timeout_s": 10, **extra},
+        "kv_connector_extra_config": {"lease_s": LEASE_S, "timeout_s": TIMEOUT_S, **extra},
     }  # fmt: skip
 
 
@@ -164,6 +166,23 @@ def test_an_aborted_decode_frees_both_sides(trio: Trio) -> None:
     trio.decode.call("abort", name=names[0])  # before its first step
     trio.decode.call("step")
     trio.decode.call("abort", name=names[1])  # while, or after, it is loaded
+    trio.check_clean()
+
+
+def test_a_stopped_prefill_does_not_stop_the_decode(trio: Trio) -> None:
+    """Other requests go on while a load waits; it ends with its deadline, and is computed here."""
+    stuck, other = prompt(710, 64), prompt(711, 64)
+    (offer,) = trio.offers(stuck)
+    alone = trio.alone(stuck, other)
+    trio.prefill.signal(signal.SIGSTOP)
+    try:
+        trio.decode.call("add", prompt=stuck, max_tokens=TOKENS, kv=offer)
+        trio.decode.call("add", prompt=other, max_tokens=TOKENS)
+        late, early = trio.decode.call("finish")
+    finally:
+        trio.prefill.signal(signal.SIGCONT)
+    assert [late["tokens"], early["tokens"]] == alone
+    assert early["seconds"] < TIMEOUT_S <= late["seconds"] + 0.5
     trio.check_clean()
 
 

@@ -271,27 +271,26 @@ def _join_gloo(path: str, rank: int) -> None:
 
 
 class Floor:
-    """One plain copy of as many bytes without gaps, within the mover's process."""
+    """Plain copies within the mover's process: of the same pieces, or of as many bytes without gaps."""
 
-    def __init__(self, case: KvCase, pool: torch.Tensor, *, nontemporal: bool, threads: int) -> None:
+    def __init__(self, case: KvCase, source: torch.Tensor, pool: torch.Tensor, kind: str, threads: int) -> None:
+        """kind: one of kv_plan.FLOORS. source: a pool of this process."""
         from cam_kernels import Mover as NativeMover
 
-        self._source = torch.ones(case.nbytes, dtype=torch.uint8)
-        self._target = pool
-        self._mover = NativeMover(threads, "auto", 0 if nontemporal else 1 << 62)
-        chunk = 1 << 20
-        starts = np.arange(0, case.nbytes, chunk, dtype=np.int64)
-        sizes = np.minimum(chunk, case.nbytes - starts)
-        ones, zeros = np.ones_like(starts), np.zeros_like(starts)
-        self._table = np.ascontiguousarray(np.stack([starts, starts, sizes, ones, zeros, zeros], axis=1))
-        self._bases = np.array([pool.data_ptr()], np.int64), np.array([self._source.data_ptr()], np.int64)
+        self._mover = NativeMover(threads, "auto", 1 << 62 if kind == "memcpy" else 0)
+        if kind == "contiguous":
+            mine = theirs = np.arange(0, case.nbytes, 1 << 20, dtype=np.int64)
+            sizes = np.minimum(1 << 20, case.nbytes - mine)
+        else:
+            mine, theirs = case.offsets(case.target()), case.offsets(case.source())
+            sizes = np.full_like(mine, case.piece)
+        ones, zeros = np.ones_like(mine), np.zeros_like(mine)
+        self._table = np.ascontiguousarray(np.stack([mine, theirs, sizes, ones, zeros, zeros], axis=1))
+        self._bases = np.array([pool.data_ptr()], np.int64), np.array([source.data_ptr()], np.int64)
 
     def round(self) -> None:
         mine, theirs = self._bases
         self._mover.copy(self._table.ctypes.data, len(self._table), mine.ctypes.data, theirs.ctypes.data, 1, True, 0, 0)
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
 
 def timed(round_: Callable[[], object]) -> float:

@@ -14,7 +14,7 @@ import torch
 
 from cam import kv
 from cam.bench import kv_contenders as contenders
-from cam.bench.kv_plan import KvCase
+from cam.bench.kv_plan import FLOORS, KvCase
 from cam.bench.launch import BenchFailed
 from cam.bench.tether import die_with_parent
 from cam.kv.options import Options
@@ -34,11 +34,10 @@ class Job:
 
 @dataclass
 class Pass:
-    """Seconds of each round. latency: name -> seconds of each try."""
+    """Seconds of each round. floors: of the plain copies, by kind. latency: name -> seconds of each try."""
 
     rounds: list[float] = field(default_factory=list)
-    nontemporal: list[float] = field(default_factory=list)
-    memcpy: list[float] = field(default_factory=list)
+    floors: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in FLOORS})
     latency: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -116,7 +115,8 @@ def _move(job: Job, other: Connection) -> Pass:
     pool.zero_()
     mover = contenders.mover(job.contender, case, pool, other.recv(), job.threads)
     threads = Options(threads=job.threads).copy_threads
-    floors = [contenders.Floor(case, pool, nontemporal=nontemporal, threads=threads) for nontemporal in (True, False)]
+    source = contenders.empty_pool(case).fill_(1)
+    floors = {kind: contenders.Floor(case, source, pool, kind, threads) for kind in FLOORS}
 
     def round_() -> float:
         other.send(True)
@@ -127,8 +127,8 @@ def _move(job: Job, other: Connection) -> Pass:
     found = Pass()
     began = time.perf_counter()
     while not _enough(job, len(found.rounds), time.perf_counter() - began):
-        found.nontemporal.append(contenders.timed(floors[0].round))
-        found.memcpy.append(contenders.timed(floors[1].round))
+        for kind, floor in floors.items():
+            found.floors[kind].append(contenders.timed(floor.round))
         found.rounds.append(round_())
     round_()
     _check(case, pool)

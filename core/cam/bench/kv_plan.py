@@ -9,8 +9,11 @@ import numpy as np
 from cam.errors import ConfigError
 from cam.transport.pieces import Int64s
 
-#: In the order of the tables. "floor-...": plain copies of as many bytes without gaps, in every pair of processes.
+#: In the order of the tables.
 CONTENDERS = ("cam-shm", "cam-cma", "nixl", "mooncake", "gloo")
+#: Plain copies that every pair of processes makes between its rounds: of the same pieces with non-temporal stores and
+#: with memcpy, and of as many bytes without gaps.
+FLOORS = ("nontemporal", "memcpy", "contiguous")
 HEADS, CHANNELS, ELEMENT = 8, 128, 2
 PLANES = 2
 
@@ -57,7 +60,7 @@ class KvCase:
     @property
     def memory_bytes(self) -> int:
         """Of both processes, with the source of the plain copies, Gloo's staging and room for what libraries pin."""
-        return 2 * self.pool_bytes + self.nbytes + self.nbytes // self.layers * 2 + (1 << 30)
+        return 3 * self.pool_bytes + self.nbytes // self.layers * 2 + (1 << 30)
 
     def source(self) -> Int64s:
         """Block ids there."""

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from cam.bench.kv_pair import Pass
-from cam.bench.kv_plan import KvCase
+from cam.bench.kv_plan import FLOORS, KvCase
 from cam.bench.samples import Summary
 
 #: Raised when a field changes its meaning or goes away.
@@ -23,13 +23,15 @@ LABELS = {
     "gloo": "Gloo send/recv per layer",
     "floor-nontemporal": "plain copy, non-temporal",
     "floor-memcpy": "plain copy, memcpy",
+    "floor-contiguous": "plain copy without gaps",
 }
 
 
 @dataclass(frozen=True)
 class KvRow:
-    """Seconds for the whole case over all passes. of_floor: the time of the faster plain copy, measured between this
-    contender's own rounds, as a fraction of this one. over_nixl, over_gloo: how many times faster."""
+    """Seconds for the whole case over all passes. of_floor: the time of the faster plain copy of the same pieces,
+    measured between this contender's own rounds, as a fraction of this one. over_nixl, over_gloo: how many times
+    faster."""
 
     contender: str
     seconds: Summary
@@ -67,10 +69,7 @@ def summarise(case: KvCase, passes: dict[str, list[Pass]]) -> KvResult:
     """passes: of each contender."""
     times = {name: [second for each in found for second in each.rounds] for name, found in passes.items()}
     every = [each for found in passes.values() for each in found]
-    floors = {
-        "floor-nontemporal": [second for each in every for second in each.nontemporal],
-        "floor-memcpy": [second for each in every for second in each.memcpy],
-    }
+    floors = {f"floor-{kind}": _joined(every, kind) for kind in FLOORS}
     medians = {name: statistics.median(values) for name, values in (times | floors).items()}
     result = KvResult(case)
     for name, values in (times | floors).items():
@@ -142,7 +141,7 @@ def latency_table(results: Iterable[KvResult]) -> Table | None:
 
 
 def _joined(passes: list[Pass], kind: str) -> list[float]:
-    return [second for each in passes for second in getattr(each, kind)]
+    return [second for each in passes for second in each.floors[kind]]
 
 
 def _over(medians: dict[str, float], other: str, name: str) -> float | None:

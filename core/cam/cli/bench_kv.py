@@ -30,7 +30,7 @@ def command(
     """KV-cache transfer: scattered blocks of one process into scattered blocks of another.
 
     CAM over shared memory and over cross memory attach, NIXL READ, Mooncake READ, Gloo layer by layer, and plain copies
-    of as many bytes without gaps as the floor. What arrives is checked before and after the timed rounds.
+    of the same pieces as the floor. What arrives is checked before and after the timed rounds.
     """
     console = Console()
     try:
@@ -70,7 +70,7 @@ def command(
         console.print(f"skipped {each['case']}: {each['reason']}", style="yellow", markup=False)
     console.print(
         f"{len(report.results)} cases in {report.seconds:.0f} s; every result checked. % floor: of the speed of the "
-        "faster plain copy between the same rounds.",
+        "faster plain copy of the same pieces between the same rounds.",
         style="dim",
     )
     if json_file is not None:

@@ -1,5 +1,6 @@
 """`cam doctor`: what this machine offers to CAM, tried out rather than looked up."""
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -140,6 +141,31 @@ def check_mpi() -> str:
     return f"{mpi.version}: measured by cam bench"
 
 
+def check_kv(transport: str) -> str:
+    """Reads one block between two engines over this transport."""
+    kv: Any = importlib.import_module("cam.kv")
+    with kv.Engine("owner") as owner, kv.Engine("reader") as reader:
+        caches = []
+        for engine, value in ((owner, 1.0), (reader, 0.0)):
+            caches.append(engine.empty((2, 16, 64), torch.float32).fill_(value))
+            engine.register([kv.Layer("layer", caches[-1], "btd")])
+        remote = reader.open(owner.describe(), transport=transport)
+        reader.read(remote, [0], [1]).wait()
+        if not bool((caches[1][1] == 1).all()):
+            raise RuntimeError("a block did not arrive")
+        reason: str = remote.reason
+    return f"moves KV-cache blocks: {reason.partition(': ')[2]}"
+
+
+def check_library(transport: str) -> str:
+    """Only loads it: starting its engine would leave threads and ports behind."""
+    transports: Any = importlib.import_module("cam.transport")
+    reason = transports.available()[transport]
+    if reason:
+        raise RuntimeError(reason)
+    return "moves KV-cache blocks between hosts"
+
+
 def check_matplotlib() -> str:
     if importlib.util.find_spec("matplotlib") is None:
         raise RuntimeError("pip install 'cam[bench]' for the pictures of cam bench")
@@ -156,6 +182,10 @@ _NEEDED: dict[str, Callable[[], str]] = {
 _OPTIONAL: dict[str, Callable[[], str]] = {
     "Gloo": check_gloo,
     "MPI": check_mpi,
+    "KV over shm": functools.partial(check_kv, "shm"),
+    "KV over cma": functools.partial(check_kv, "cma"),
+    "KV over NIXL": functools.partial(check_library, "nixl"),
+    "KV over Mooncake": functools.partial(check_library, "mooncake"),
     "matplotlib": check_matplotlib,
 }
 

@@ -56,7 +56,7 @@ def test_a_small_run_measures_everybody_and_writes_json(tmp_path):
     assert report["schema"] == "cam-bench-kv/1"
     (result,) = report["results"]
     rows = {row["contender"]: row for row in result["rows"]}
-    assert set(rows) == {"cam-shm", "cam-cma", "gloo", "floor-memcpy", "floor-nontemporal"}
+    assert set(rows) == {"cam-shm", "cam-cma", "gloo", "floor-memcpy", "floor-nontemporal", "floor-contiguous"}
     assert rows["cam-shm"]["over_gloo"] == pytest.approx(
         rows["gloo"]["seconds"]["median"] / rows["cam-shm"]["seconds"]["median"]
     )
