@@ -18,6 +18,8 @@ _joined: "dict[str, tuple[weakref.ref[dist.ProcessGroup], cam.Group, Mapping[str
 def expert_group(process_group: dist.ProcessGroup, fields: Mapping[str, Any]) -> cam.Group:
     """The CAM group over the same ranks; joined, by all of them, when it is asked for first.
 
+    It ends when nothing holds the process group any more, or when torch uses the process group's name again.
+
     fields: of cam.Config. The default deadline is DeepSpeed's, not cam's: ranks of a training job may be late by
     minutes (a checkpoint, the first batch), and a rank that has died is noticed at once in any case.
 
@@ -46,4 +48,6 @@ def expert_group(process_group: dist.ProcessGroup, fields: Mapping[str, Any]) ->
         joined.close()
         raise
     _joined[name] = (weakref.ref(process_group), joined, dict(fields))
+    # Layers hold their process group, so nobody can be using the CAM group when that one is gone.
+    weakref.finalize(process_group, joined.close)
     return joined

@@ -200,3 +200,11 @@ def test_what_cannot_be_converted_is_refused_with_the_reason(tmp_path: Path) -> 
     assert said["without"].startswith("ConfigError")
     assert "comm_backend" in said["without"]
     assert "call deepspeed.initialize first" in said["before"]
+
+
+def test_groups_end_with_their_process_groups(tmp_path: Path) -> None:
+    case = Case(tokens=(4, 4))
+    with Ranks(2, group=False) as ranks:
+        for during, after in ranks.run(rank_moe.groups_left, str(tmp_path), case):
+            assert len(during) == 1
+            assert after == []
