@@ -164,6 +164,7 @@ def _train_once(env: RankEnv, case: Case) -> dict[str, Any]:
         "l_aux": l_aux.item(),
         "exp_counts": counts.clone(),
         "x_grad": x.grad.clone(),
+        "seconds": (layer.time_moe, layer.time_falltoall, layer.time_salltoall),
         "grads": {global_name(name, first): _gradient(each) for name, each in engine.module.named_parameters()},
     }
 

@@ -123,6 +123,15 @@ def test_a_rank_whose_experts_get_nothing(tmp_path: Path) -> None:
             assert not gradient.any()
 
 
+def test_the_engine_reads_the_layers_times(tmp_path: Path) -> None:
+    case = Case(config={"wall_clock_breakdown": True})
+    for each in train(tmp_path, case, "timed"):
+        whole, first, second = each["seconds"]
+        assert whole > first + second > 0
+    for each in train(tmp_path, Case(), "not-timed"):
+        assert each["seconds"] == (0, 0, 0)
+
+
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
 def test_activation_checkpointing_changes_nothing(tmp_path: Path, checkpoint: str) -> None:
     """Dispatch and combine run again inside the backward pass, in the same order on all ranks."""
