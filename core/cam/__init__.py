@@ -25,6 +25,8 @@ from cam.errors import (
     OutOfWindowMemory,
     PeerLost,
     Timeout,
+    TransferCancelled,
+    TransferFailed,
 )
 from cam.group import Group
 from cam.joining import init
@@ -34,6 +36,7 @@ from cam.registry import group
 if TYPE_CHECKING:
     from cam import collectives as collectives
     from cam import ep as ep
+    from cam import kv as kv
     from cam.collectives.training import (
         all_reduce,
         all_reduce_async,
@@ -59,6 +62,8 @@ __all__ = [
     "Peer",
     "PeerLost",
     "Timeout",
+    "TransferCancelled",
+    "TransferFailed",
     "all_reduce",
     "all_reduce_async",
     "all_reduce_batch",
@@ -69,13 +74,14 @@ __all__ = [
     "ep",
     "group",
     "init",
+    "kv",
     "wait",
 ]
 
 __version__ = "0.1.0"
 
 #: The jobs: loaded when first used, because registering their ops costs time that other jobs need not pay.
-_JOBS = frozenset({"collectives", "ep"})
+_JOBS = frozenset({"collectives", "ep", "kv"})
 
 #: The training API, likewise.
 _TRAINING = frozenset(

@@ -93,3 +93,18 @@ class NotReachable(CamError):
 
 class BackendUnavailable(CamError):
     """No such backend here. The message lists those that exist and why each other one could not be loaded."""
+
+
+class TransferFailed(CamError):
+    """A transfer of cache blocks did not do all that was asked.
+
+    failed_blocks: ids of local blocks whose content must not be trusted; cause: the error behind it, if any.
+    """
+
+    def __init__(self, message: str, *, failed_blocks: Sequence[int] = (), cause: CamError | None = None) -> None:
+        super().__init__(message)
+        self.failed_blocks, self.cause = tuple(failed_blocks), cause
+
+
+class TransferCancelled(TransferFailed):
+    """The transfer was cancelled before it was done."""

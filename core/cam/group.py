@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -20,6 +20,9 @@ from cam.native import kernels as native
 from cam.native_errors import NATIVE_ERRORS, translate
 from cam.peers import Peer
 from cam.turns import Turns
+
+if TYPE_CHECKING:  # torch.distributed has it as well, but not for type checkers
+    from torch._C._distributed_c10d import ProcessGroup
 
 T = TypeVar("T")
 
@@ -60,6 +63,8 @@ class Group:
     ) -> None:
         self.rank, self.size, self.config, self.peers = rank, size, config, peers
         self.name: str = config.name
+        #: What cam.init was given: NPUs communicate over it.
+        self.process_group: ProcessGroup | None = None
         self._timeout_s = config.timeout_s
         self._arena: native.Arena | None = arena
         self._endpoint = endpoint

@@ -49,9 +49,11 @@ def init(
         config = config_path
     settings = _settings(config, config_fields)
     deadline = Deadline(seconds(timeout, settings.timeout_s))
-    return join(
+    joined = join(
         lambda: _rendezvous(process_group, store, rank, world_size, settings.name, deadline), settings, deadline
     )
+    joined.process_group = process_group
+    return joined
 
 
 def join(find_rendezvous: Callable[[], Rendezvous], settings: Config, deadline: Deadline) -> Group:

@@ -225,3 +225,52 @@ class Channels:
 
     def wait(self, receive: int, timeout_s: float) -> int: ...
     def forget(self, receive: int) -> None: ...
+
+class Mapping:
+    """A whole shared segment (memfd), mapped for reading and writing until this object goes."""
+
+    def __init__(self, fd: int, nbytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class Mover:
+    """Copies tables of pieces between layers here and layers elsewhere, each table with one call.
+
+    table: int64 [count, 6]: my offset, their offset, bytes of a run, runs, my stride, their stride. my_bases,
+    their_bases: int64 [layers]: addresses that the offsets count from. cancel: address of a uint32 that another
+    thread sets to end the call early, or 0. deadline_ns: of CLOCK_MONOTONIC, or 0.
+    Returns (ended, step, errno): ended 0 done, 1 cancelled, 2 late, 3 failed; step: layer * count + piece, the first
+    that may not have been done.
+    """
+
+    def __init__(self, threads: int, isa: str, nontemporal_threshold: int) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    def copy(
+        self,
+        table: int,
+        count: int,
+        my_bases: int,
+        their_bases: int,
+        layers: int,
+        to_mine: bool,
+        cancel: int,
+        deadline_ns: int,
+    ) -> tuple[int, int, int]:
+        """Both sides are mapped here."""
+
+    def copy_process(
+        self,
+        pid: int,
+        table: int,
+        count: int,
+        my_bases: int,
+        their_bases: int,
+        layers: int,
+        to_mine: bool,
+        cancel: int,
+        deadline_ns: int,
+    ) -> tuple[int, int, int]:
+        """Their side lies in process pid: process_vm_readv, process_vm_writev."""

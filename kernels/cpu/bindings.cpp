@@ -207,6 +207,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("isa", [](Endpoint& endpoint) { return std::string(endpoint.rows().isa); });
     bind_ep(endpoint);
     bind_collectives(m, endpoint);
+    bind_kv(m);
 }
 
 }  // namespace cam

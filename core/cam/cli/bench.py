@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cam.bench import Case, CaseResult, Plan, Report, benchmark, picture
 from cam.bench.report import case_table, crowding_table
+from cam.cli import bench_kv
 from cam.errors import CamError, ConfigError
 
 app = typer.Typer(help="Measure CAM and its peers.", no_args_is_help=True, rich_markup_mode="markdown")
@@ -93,6 +94,9 @@ def ep(
         # What was measured before a failure, or before the user's patience ended, is not thrown away.
         if live.report is not None and live.report.results:
             _deliver(console, live.report, json_file, png)
+
+
+app.command("kv")(bench_kv.command)
 
 
 class _Live:

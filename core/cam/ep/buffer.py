@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from cam.deadline import seconds
+from cam.ep import npu
 from cam.ep.pending import Pending
 from cam.ep.received import Handle, Received
 from cam.errors import InputError
 from cam.group import Group
+from cam.npu import status
+from cam.npu.expert_parallel import NpuExpertParallel
 from cam.ops import ep as _ops  # noqa: F401  # registers torch.ops.cam.ep_*
 from cam.ops.placement import expert_range
 
@@ -24,7 +27,8 @@ Rows = Tensor | tuple[Tensor, Tensor]
 class Buffer:
     """MoE dispatch and combine over a group.
 
-    group: all its ranks must share this host's memory, else NotReachable.
+    group: all its ranks must share this host's memory, else NotReachable. On Ascend NPUs (x on "npu") rows go over HCCL
+        instead, the group must be made from a process group, and what NPUs do not have is refused: cam.npu.
     num_experts: E. Experts live contiguously on the ranks; where E does not divide, the first ranks own one more.
     layout: "expert" sends one row per (token, k), grouped by local expert: what grouped matmuls want. "rank" sends each
         token once to every rank that has any of its experts, with local top-k indices and weights: fewer bytes; the
@@ -63,7 +67,9 @@ class Buffer:
             )
         if max_tokens is not None and max_tokens < 0:
             raise InputError(f"max_tokens must be >= 0 or None, got {max_tokens}")
-        group.endpoint  # noqa: B018  # raises NotReachable now rather than in the first dispatch
+        if not status.present():
+            group.endpoint  # noqa: B018  # raises NotReachable now rather than in the first dispatch
+        self._npu: NpuExpertParallel | None = None
         self.group = group
         self.num_experts = num_experts
         self.layout = layout
@@ -126,6 +132,10 @@ class Buffer:
         if topk_idx is None:
             raise InputError("dispatch needs topk_idx, or the handle of an earlier dispatch")
         self._check_routing(values.shape[0], topk_idx, topk_weights, active_mask)
+        if values.device.type == "npu":
+            if scales is not None:
+                raise InputError("rows that are quantised already cannot be forwarded on NPUs: use quant='int8'")
+            return npu.dispatch(self._on_npu(timeout), values, topk_idx, topk_weights, active_mask, self._traits)
         rows, row_scales, source, idx, weights, counts, source_counts, route, anchor = torch.ops.cam.ep_dispatch(
             values,
             scales,
@@ -166,6 +176,8 @@ class Buffer:
     ) -> tuple[Received, Handle]:
         if topk_idx is not None or topk_weights is not None or active_mask is not None:
             raise InputError("dispatch(handle=...) repeats a routing: topk_idx, topk_weights, active_mask must be None")
+        if isinstance(handle, npu.NpuHandle):
+            raise InputError("dispatch(handle=...) is not available on NPUs: pass the routing again")
         route = self._route(handle)
         if values.shape[0] != route.shape[0]:
             raise InputError(f"x has {values.shape[0]} tokens; the handle is of a dispatch of {route.shape[0]}")
@@ -309,6 +321,9 @@ class Buffer:
                     f"topk_weights must be {list(shape)} float32, one per received row, got "
                     f"{tuple(topk_weights.shape)} {topk_weights.dtype}"
                 )
+        if isinstance(handle, npu.NpuHandle):
+            result = npu.combine(self._on_npu(timeout), y, handle, topk_weights, bias, apply)
+            return result[0] if topk_weights is None else result
         out, combined = torch.ops.cam.ep_combine(
             y,
             route,
@@ -333,6 +348,15 @@ class Buffer:
                     f"this handle is of a dispatch by a buffer with {name} {theirs!r}; this buffer has {mine!r}"
                 )
         return handle.route
+
+    def _on_npu(self, timeout: Timeout) -> NpuExpertParallel:
+        if timeout is not None:
+            raise InputError("timeout= is not available on NPUs: the process group's own applies")
+        if self._npu is None:
+            self._npu = npu.open_npu(
+                self.group, self.num_experts, self.layout, self.quant, self.expert_alignment, self.max_tokens
+            )
+        return self._npu
 
     # --- asynchronous ---------------------------------------------------------------------------------------
 
