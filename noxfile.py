@@ -59,6 +59,33 @@ def suite_vllm(session: nox.Session) -> None:
     session.run("python", "-m", "ci", "vllm", *session.posargs)
 
 
+DEEPSPEED = "0.19.8"
+
+
+def install_deepspeed(session: nox.Session) -> None:
+    """DeepSpeed without its own ops, on a torch that its requirements must not replace."""
+    constraints = Path(session.create_tmp()) / "deepspeed-constraints.txt"
+    constraints.write_text("torch==2.13.0\n")
+    environment = {"PIP_CONSTRAINT": str(constraints.absolute()), "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+    session.install("torch", "numpy", "setuptools", "wheel", "ninja", env=environment)
+    session.install(f"deepspeed=={DEEPSPEED}", "--no-build-isolation", env=environment)
+    session.install("./kernels", "./core", "./adapters/deepspeed", *TEST_TOOLS, env=environment)
+
+
+@nox.session
+def deepspeed(session: nox.Session) -> None:
+    """cam-deepspeed's own tests, with DeepSpeed."""
+    install_deepspeed(session)
+    session.run("python", "-m", "pytest", "adapters/deepspeed/tests", *session.posargs)
+
+
+@nox.session
+def suite_deepspeed(session: nox.Session) -> None:
+    """DeepSpeed's own tests, as they are and with CAM: `nox -s suite_deepspeed -- --source /path/to/DeepSpeed`."""
+    install_deepspeed(session)
+    session.run("python", "-m", "ci", "deepspeed", *session.posargs)
+
+
 @nox.session
 def ascend(session: nox.Session) -> None:
     """The Ascend kernels from their Ascend IR, and their HIVM. Needs Debian's mlir-19-tools and llvm-19.
@@ -86,37 +113,6 @@ def wheels(session: nox.Session) -> None:
     session.install("build")
     for folder in ("kernels", "core", *_adapter_folders()):
         session.run("python", "-m", "build", "--wheel", "--outdir", "dist", folder)
-
-
-DEEPSPEED = "0.19.8"
-
-
-def _install_deepspeed(session: nox.Session) -> None:
-    # Its requirements must not bring another torch than the one that it is built beside.
-    constraints = Path(session.create_tmp()) / "constraints.txt"
-    constraints.write_text("torch==2.13.0\n")
-    environment = {
-        "PIP_CONSTRAINT": str(constraints.absolute()),
-        "DS_BUILD_OPS": "0",
-        "DS_ACCELERATOR": "cpu",
-    }
-    session.install("torch", "numpy", "setuptools", "wheel", "ninja", env=environment)
-    session.install(f"deepspeed=={DEEPSPEED}", "--no-build-isolation", env=environment)
-    install(session, "pytest>=8")
-
-
-@nox.session
-def deepspeed(session: nox.Session) -> None:
-    """The tests of adapters/deepspeed."""
-    _install_deepspeed(session)
-    session.run("python", "-m", "pytest", "adapters/deepspeed", *session.posargs)
-
-
-@nox.session
-def suite_deepspeed(session: nox.Session) -> None:
-    """DeepSpeed's own tests, on gloo and on cam: `nox -s suite_deepspeed -- --source /path/to/DeepSpeed`."""
-    _install_deepspeed(session)
-    session.run("python", "-m", "ci", "deepspeed", *session.posargs)
 
 
 def _adapters() -> tuple[str, ...]:

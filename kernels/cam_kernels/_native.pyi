@@ -145,7 +145,8 @@ class Endpoint:
         timeout_s: float,
     ) -> None:
         """spans: (input, output, elements) of tensors reduced together. reduction: sum, avg, product, min, max,
-        bit_and, bit_or, bit_xor, premul_sum. algorithm: auto, flat, direct. piece: bytes staged at once, 0 = chosen."""
+        bit_and, bit_or, bit_xor, premul_sum. algorithm: auto, flat, direct. piece: bytes staged at once (0: chosen).
+        """
 
     def reduce(
         self,
@@ -175,19 +176,12 @@ class Endpoint:
         """parts[r], elements[r]: what this rank contributes to the result of rank r."""
 
     def all_gather(
-        self, contribution: int, nbytes: list[int], outs: list[int], algorithm: str, piece: int, timeout_s: float
+        self, own: int, nbytes: list[int], outs: list[int], algorithm: str, piece: int, timeout_s: float
     ) -> None:
         """nbytes[r]: what rank r contributes; outs[r]: where that goes here."""
 
     def gather(
-        self,
-        contribution: int,
-        nbytes: list[int],
-        outs: list[int],
-        root: int,
-        algorithm: str,
-        piece: int,
-        timeout_s: float,
+        self, own: int, nbytes: list[int], outs: list[int], root: int, algorithm: str, piece: int, timeout_s: float
     ) -> None: ...
     def broadcast(self, data: int, nbytes: int, root: int, algorithm: str, piece: int, timeout_s: float) -> None: ...
     def all_to_all(

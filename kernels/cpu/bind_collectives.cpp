@@ -142,10 +142,8 @@ void bind_collectives(nb::module_& m, nb::class_<Endpoint>& endpoint) {
              "piece"_a, "timeout_s"_a)
         .def("reduce_scatter", &bind_reduce_scatter, "parts"_a, "elements"_a, "out"_a, "dtype"_a, "reduction"_a,
              "factor"_a, "algorithm"_a, "piece"_a, "timeout_s"_a)
-        .def("all_gather", &bind_all_gather, "contribution"_a, "nbytes"_a, "outs"_a, "algorithm"_a, "piece"_a,
-             "timeout_s"_a)
-        .def("gather", &bind_gather, "contribution"_a, "nbytes"_a, "outs"_a, "root"_a, "algorithm"_a, "piece"_a,
-             "timeout_s"_a)
+        .def("all_gather", &bind_all_gather, "own"_a, "nbytes"_a, "outs"_a, "algorithm"_a, "piece"_a, "timeout_s"_a)
+        .def("gather", &bind_gather, "own"_a, "nbytes"_a, "outs"_a, "root"_a, "algorithm"_a, "piece"_a, "timeout_s"_a)
         .def("broadcast", &bind_broadcast, "data"_a, "nbytes"_a, "root"_a, "algorithm"_a, "piece"_a, "timeout_s"_a)
         .def("all_to_all", &bind_all_to_all, "ins"_a, "in_bytes"_a, "outs"_a, "out_bytes"_a, "algorithm"_a, "piece"_a,
              "timeout_s"_a)

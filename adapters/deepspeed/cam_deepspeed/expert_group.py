@@ -18,10 +18,12 @@ _joined: "dict[str, tuple[weakref.ref[dist.ProcessGroup], cam.Group, Mapping[str
 def expert_group(process_group: dist.ProcessGroup, fields: Mapping[str, Any]) -> cam.Group:
     """The CAM group over the same ranks; joined, by all of them, when it is asked for first.
 
+    It ends when nothing holds the process group any more, or when torch uses the process group's name again.
+
     fields: of cam.Config. The default deadline is DeepSpeed's, not cam's: ranks of a training job may be late by
     minutes (a checkpoint, the first batch), and a rank that has died is noticed at once in any case.
 
-    Raises cam's errors; NotReachable where the ranks do not share a host's memory.
+    Raises what cam.init raises. Whether the ranks can reach each other is cam.ep.Buffer's to say.
     """
     name = process_group.group_name
     known = _joined.get(name)
@@ -40,10 +42,7 @@ def expert_group(process_group: dist.ProcessGroup, fields: Mapping[str, Any]) ->
     if "CAM_TIMEOUT_S" not in os.environ:
         defaults["timeout_s"] = default_pg_timeout.total_seconds()
     joined = cam.init(process_group, name=f"deepspeed.{name}", **(defaults | dict(fields)))
-    try:
-        joined.endpoint  # noqa: B018  # raises NotReachable now rather than in the first dispatch
-    except BaseException:
-        joined.close()
-        raise
     _joined[name] = (weakref.ref(process_group), joined, dict(fields))
+    # Layers hold their process group, so nobody can be using the CAM group when that one is gone.
+    weakref.finalize(process_group, joined.close)
     return joined

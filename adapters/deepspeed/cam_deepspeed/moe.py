@@ -28,6 +28,9 @@ import cam
 from cam.errors import InputError
 from cam_deepspeed.expert_group import expert_group
 
+#: Where cam.ep.Buffer moves rows. NPUs: not run on hardware.
+DEVICES = frozenset({"cpu", "npu"})
+
 
 def convert_moe(model: nn.Module, group: Mapping[str, Any] | None = None) -> int:
     """Makes every MOELayer in `model` dispatch with CAM; returns how many. What "cam": {"moe": true} does.
@@ -35,7 +38,7 @@ def convert_moe(model: nn.Module, group: Mapping[str, Any] | None = None) -> int
     Call it before deepspeed.initialize: the layers join their CAM group when DeepSpeed gives them their expert-parallel
     group. group: fields of cam.Config. Parameters, state dict and isinstance stay what they are.
 
-    Raises InputError, before anything is changed, where a layer cannot: Tutel, not on the CPU, or already in its group.
+    Raises InputError, before anything is changed, where a layer cannot: Tutel, another device, already in its group.
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MOELayer)}
     for name, layer in layers.items():
@@ -56,8 +59,8 @@ def _refusal(layer: MOELayer) -> str:
     if layer.ep_group is not None:
         return "DeepSpeed has given it its expert-parallel group already; convert it before deepspeed.initialize"
     devices = {parameter.device.type for parameter in layer.parameters()}
-    if devices - {"cpu"}:
-        return f"its parameters are on {', '.join(sorted(devices))}, and cam's kernels here are for the CPU"
+    if devices - DEVICES:
+        return f"its parameters are on {', '.join(sorted(devices))}; cam.ep moves rows on {', '.join(sorted(DEVICES))}"
     return ""
 
 
@@ -111,9 +114,9 @@ class CamMOELayer(MOELayer):  # type: ignore[misc]  # DeepSpeed has no types
         # still belong to the graph: a rank without their gradient would leave its peers waiting in the reduction.
         probabilities = functional.linear(x_TH.float(), self.gate.wg.weight.float()).softmax(dim=1)
         self.l_aux = probabilities.sum()
-        self.exp_counts = torch.zeros(probabilities.shape[1], dtype=torch.int64)
+        self.exp_counts = x_TH.new_zeros(probabilities.shape[1], dtype=torch.int64)
         weights_TK = probabilities[:, : self.gate.k]
-        return torch.zeros(weights_TK.shape, dtype=torch.int32), weights_TK
+        return x_TH.new_zeros(weights_TK.shape, dtype=torch.int32), weights_TK
 
     def _exchange(self, x_TH: Tensor, idx_TK: Tensor, weights_TK: Tensor) -> Tensor:
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):

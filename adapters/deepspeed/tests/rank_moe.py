@@ -1,6 +1,7 @@
 """What the ranks of test_moe.py do: one deepspeed.moe.layer.MoE, once through DeepSpeed's engine."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -163,6 +164,7 @@ def _train_once(env: RankEnv, case: Case) -> dict[str, Any]:
         "l_aux": l_aux.item(),
         "exp_counts": counts.clone(),
         "x_grad": x.grad.clone(),
+        "seconds": (layer.time_moe, layer.time_falltoall, layer.time_salltoall),
         "grads": {global_name(name, first): _gradient(each) for name, each in engine.module.named_parameters()},
     }
 
@@ -279,3 +281,31 @@ def convert_and_call(model: Model) -> None:
 
     convert_moe(model)
     model(torch.zeros(1, 4, HIDDEN))
+
+
+def groups_left(env: RankEnv, folder: str, case: Case) -> tuple[list[str], list[str]]:
+    """Names of CAM's groups of expert-parallel ranks that are open during a training step, and after it is all over.
+
+    Without an engine: DeepSpeed never lets go of one, and of what it holds.
+    """
+    during = _train_without_engine(env, folder, case)
+    gc.collect()
+    return during, _open_groups()
+
+
+def _train_without_engine(env: RankEnv, folder: str, case: Case) -> list[str]:
+    from cam_deepspeed import convert_moe
+
+    with deepspeed_world(env, folder, case.backend):
+        model = Model(case)
+        convert_moe(model)
+        model.moe.set_deepspeed_parallelism()
+        out, l_aux, _ = model(inputs(case, env.rank))
+        (out.square().sum() + l_aux).backward()
+        return _open_groups()
+
+
+def _open_groups() -> list[str]:
+    from cam import registry
+
+    return [name for name, group in registry._groups.items() if name.startswith("deepspeed.") and group is not None]

@@ -123,6 +123,15 @@ def test_a_rank_whose_experts_get_nothing(tmp_path: Path) -> None:
             assert not gradient.any()
 
 
+def test_the_engine_reads_the_layers_times(tmp_path: Path) -> None:
+    case = Case(config={"wall_clock_breakdown": True})
+    for each in train(tmp_path, case, "timed"):
+        whole, first, second = each["seconds"]
+        assert whole > first + second > 0
+    for each in train(tmp_path, Case(), "not-timed"):
+        assert each["seconds"] == (0, 0, 0)
+
+
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
 def test_activation_checkpointing_changes_nothing(tmp_path: Path, checkpoint: str) -> None:
     """Dispatch and combine run again inside the backward pass, in the same order on all ranks."""
@@ -200,3 +209,11 @@ def test_what_cannot_be_converted_is_refused_with_the_reason(tmp_path: Path) -> 
     assert said["without"].startswith("ConfigError")
     assert "comm_backend" in said["without"]
     assert "call deepspeed.initialize first" in said["before"]
+
+
+def test_groups_end_with_their_process_groups(tmp_path: Path) -> None:
+    case = Case(tokens=(4, 4))
+    with Ranks(2, group=False) as ranks:
+        for during, after in ranks.run(rank_moe.groups_left, str(tmp_path), case):
+            assert len(during) == 1
+            assert after == []

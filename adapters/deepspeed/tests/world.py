@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import zlib
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -24,7 +25,8 @@ def deepspeed_world(env: RankEnv, folder: str, backend: str | None = "gloo") -> 
         LOCAL_RANK=str(env.rank),
         WORLD_SIZE=str(env.world_size),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",  # asked for, not used: the ranks meet in a file
+        # Nobody listens there, the ranks meet in a file; but DeepSpeed's own shared memory is named after it.
+        MASTER_PORT=str(20000 + zlib.crc32(folder.encode()) % 40000),
     )
     import deepspeed
 

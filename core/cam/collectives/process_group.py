@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import cam
 from cam import host
+from cam.collectives.devices import OtherDevices, by_device
 from cam.collectives.engine import Engine
 from cam.collectives.messages import ANY_SOURCE, messages_of
 from cam.collectives.naming import agree_on_name
@@ -33,13 +35,15 @@ Tensors = Sequence[torch.Tensor]
 class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not typed
     """group: the cam.Group that carries it. Torch keeps one of these per process group and calls its methods."""
 
-    def __init__(self, store: Any, rank: int, size: int, group: cam.Group) -> None:
+    def __init__(self, store: Any, rank: int, size: int, group: cam.Group, ranks: list[int]) -> None:
         super().__init__(rank, size)  # the constructor with a store cannot make a subclass
         self.group, self._store = group, store
         config = group.config
         self._engine = Engine(group, algorithm=config.collective_algorithm, piece=int(config.collective_piece))
         self._group_name, self._group_desc = group.name, "cam"
         self._calls = 0
+        timeout = timedelta(seconds=config.timeout_s)
+        self.others = OtherDevices(store, rank, size, timeout, ranks, self._backend_config)
         _open.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's
@@ -59,18 +63,21 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
 
     # --- reductions ---------------------------------------------------------------------------------------------
 
+    @by_device
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         tensors = _as_list(tensors)
         op, options = _op_of(opts)
         call = self._engine.all_reduce(tensors, reduction(op), _limit(options, timeout))
         return self._run("all_reduce", options, call, tensors)
 
+    @by_device
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         op, options = _op_of(opts)
         groups = _by_dtype(tensors)
         calls = [self._engine.all_reduce(each, reduction(op), _limit(options)) for each in groups]
         return self._run("all_reduce", options, _in_order(calls), tensors)
 
+    @by_device
     def reduce(self, tensors: Any, opts: Any = None, op: Any = _SUM, timeout: timedelta | None = None) -> Any:
         tensors = _as_list(tensors)
         if isinstance(opts, int):
@@ -79,6 +86,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
         call = self._engine.reduce(tensors, opts.rootRank, reduction(opts.reduceOp), _limit(opts))
         return self._run("reduce", opts, call, tensors)
 
+    @by_device
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         outputs, inputs = _as_list(outputs), _as_lists(inputs)
         op, options = _op_of(opts)
@@ -89,11 +97,13 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
         ]
         return self._run("reduce_scatter", options, _in_order(calls), outputs)
 
+    @by_device
     def reduce_scatter_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
         op, options = _op_of(opts)
         call = self._engine.reduce_scatter_single(output, own, reduction(op), _limit(options))
         return self._run("reduce_scatter", options, call, [output])
 
+    @by_device
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         op, options = _op_of(opts)
         chosen, limit = reduction(op), _limit(options)
@@ -105,18 +115,21 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
 
     # --- moves --------------------------------------------------------------------------------------------------
 
+    @by_device
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         tensors = _as_list(tensors)
         options, root = (None, opts) if isinstance(opts, int) else (opts, opts.rootRank)
         call = self._engine.broadcast(tensors, root, _limit(options, timeout))
         return self._run("broadcast", options, call, tensors)
 
+    @by_device
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         outputs, inputs = _as_lists(outputs), _as_list(inputs)
         limit = _limit(opts, timeout)
         calls = [self._engine.all_gather(parts, own, limit) for parts, own in zip(outputs, inputs, strict=True)]
         return self._run("all_gather", opts, _in_order(calls), [each for parts in outputs for each in parts])
 
+    @by_device
     def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         limit = _limit(opts)
         calls = [
@@ -125,10 +138,12 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
         ]
         return self._run("all_gather", opts, _in_order(calls), [each for parts in output_lists for each in parts])
 
+    @by_device
     def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
         call = self._engine.all_gather_single(output, own, _limit(opts))
         return self._run("all_gather", opts, call, [output])
 
+    @by_device
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         limit = _limit(opts)
         calls = [
@@ -136,18 +151,21 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
         ]
         return self._run("all_gather", opts, _in_order(calls), outputs)
 
+    @by_device
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         options, root = (None, opts) if isinstance(opts, int) else (opts, opts.rootRank)
         parts = _only(outputs)
         call = self._engine.gather(parts, _as_list(inputs)[0], root, _limit(options, timeout))
         return self._run("gather", options, call, parts)
 
+    @by_device
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         options, root = (None, opts) if isinstance(opts, int) else (opts, opts.rootRank)
         outputs = _as_list(outputs)
         call = self._engine.scatter(outputs[0], _only(inputs), root, _limit(options, timeout))
         return self._run("scatter", options, call, outputs)
 
+    @by_device
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -161,6 +179,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
         call = self._engine.all_to_all_single(output, own, output_splits, input_splits, limit)
         return self._run("all_to_all", opts, call, [output])
 
+    @by_device
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         call = self._engine.all_to_all(outputs, inputs, _limit(opts))
         return self._run("all_to_all", opts, call, outputs)
@@ -177,11 +196,13 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
 
     # --- messages between two ranks -------------------------------------------------------------------------------
 
+    @by_device
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         self._calls += 1
         messages_of(self.group).send(tensors[0], dst, tag)
         return Done(tensors)
 
+    @by_device
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Any:
         self._calls += 1
         target = tensors[0]
@@ -196,6 +217,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
 
         return Receiving(lambda: channel.poll(receive), lambda limit: channel.wait(receive, limit), finish)
 
+    @by_device
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         return self.recv(tensors, ANY_SOURCE, tag)
 
@@ -218,8 +240,11 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
     def get_group_store(self) -> Any:
         return self._store
 
-    def _get_backend(self, device: torch.device) -> "ProcessGroup":
-        return self
+    def _backend_config(self) -> str:
+        return str(c10d._world.pg_backend_config.get(self, "cam"))
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if torch.device(device).type == "cpu" else self.others.of(torch.device(device))
 
     @property
     def supports_coalescing(self) -> bool:
@@ -257,6 +282,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class is not
 
     def shutdown(self) -> None:
         _open.discard(self)
+        self.others.shutdown()
         self.group.close()
 
 
@@ -284,7 +310,7 @@ def create(options: Any, backend_options: Any) -> ProcessGroup:
     group = cam.init(store=store, rank=rank, world_size=size, config=config, name=name)
     try:
         group.endpoint  # noqa: B018  # raises NotReachable now, not in the middle of a training step
-        return ProcessGroup(store, rank, size, group)
+        return ProcessGroup(store, rank, size, group, list(options.global_ranks_in_group))
     except BaseException:
         group.close()
         raise

@@ -253,6 +253,39 @@ def test_objects() -> None:
         ranks.run(objects)
 
 
+def beside_another(env: RankEnv) -> None:
+    """As "cpu:cam,npu:hccl"; meta and torch's fake backend stand for the other device."""
+    from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
+
+    made: list[object] = []
+
+    def other(store: object, rank: int, size: int, timeout: timedelta) -> object:
+        made.append((rank, size))
+        return FakeProcessGroup._create_internal(rank, size, FakeProcessGroup.Options())
+
+    dist.Backend.register_backend("elsewhere", other, devices=["meta"])
+    leave()
+    store = dist.PrefixStore("beside", env.store)
+    names = "cpu:cam,meta:elsewhere"
+    dist.init_process_group(names, store=store, rank=env.rank, world_size=env.world_size)
+    dist.all_reduce(found := torch.ones(3))
+    assert found.tolist() == [env.world_size] * 3
+    assert not made
+    away = torch.ones(4, device="meta")
+    dist.all_reduce(away)
+    dist.all_gather_single(torch.ones(4 * env.world_size, device="meta"), away)
+    dist.broadcast(away, 0)
+    assert made == [(env.rank, env.world_size)]
+    with pytest.raises(cam.InputError, match="cpu:cam,meta:elsewhere"):
+        dist.group.WORLD._get_backend(torch.device("xpu"))
+    dist.destroy_process_group()
+
+
+def test_a_backend_for_another_device_beside_cam() -> None:
+    with Ranks(2, group=False) as ranks:
+        ranks.run(beside_another)
+
+
 def again(env: RankEnv) -> None:
     """Groups are made and destroyed, over one store; nothing of them stays."""
     leave()
