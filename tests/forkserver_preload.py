@@ -21,6 +21,7 @@ for name in (
     "numpy",
     "torch",
     "torch.distributed",
+    "torch._dynamo",
     "hypothesis",
     "pytest",
     "cam",

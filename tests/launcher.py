@@ -43,7 +43,7 @@ DEADLINE_S = 60.0
 #: How long the other ranks may take to report as well after the first one has failed.
 GRACE_S = 0.5
 #: Idle pools are closed, least recently used first, when more processes than this would be alive.
-MAX_IDLE_PROCESSES = 40
+MAX_IDLE_PROCESSES = 64
 STDERR_TAIL = 6000
 
 

@@ -25,6 +25,10 @@ def pid(env: RankEnv) -> int:
     return os.getpid()
 
 
+def processor_time(env: RankEnv) -> float:
+    return time.process_time()
+
+
 def fail_on(env: RankEnv, rank: int) -> str:
     if env.rank == rank:
         print("some words on stdout")
@@ -113,14 +117,11 @@ def test_nested_pools_are_different_processes() -> None:
         assert not set(outer.pids) & set(inner.pids)
 
 
-def test_starting_eight_ranks_is_quick() -> None:
-    with Ranks(1, group=False):
-        pass  # the fork server has loaded torch
+def test_starting_a_rank_is_cheap() -> None:
+    """Measured in processor time, which other load does not change: importing torch alone would take a second."""
     close_all()
-    start = time.monotonic()
     with Ranks(8, group=False) as ranks:
-        ranks.run(pid)
-    assert time.monotonic() - start < 5.0, "the fork server does not preload"
+        assert sorted(ranks.run(processor_time))[4] < 0.5
 
 
 def test_an_exception_shows_rank_type_traceback_and_output() -> None:

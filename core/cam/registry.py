@@ -27,6 +27,12 @@ def group(name: str = "cam") -> "Group":
     return found
 
 
+def groups() -> "list[Group]":
+    """The open groups of this process."""
+    with _lock:
+        return [each for each in _groups.values() if each is not None]
+
+
 class reserve:  # noqa: N801  # used like a function: `with reserve(name) as reservation`
     """Holds a name while its group is joined, so that two threads cannot take the same."""
 

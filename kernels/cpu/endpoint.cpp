@@ -111,7 +111,7 @@ Endpoint::Endpoint(int rank, std::shared_ptr<Arena> arena, const std::vector<int
       world_(static_cast<int>(peer_fds.size())),
       arena_(std::move(arena)),
       options_(std::move(options)),
-      pool_(options_.threads),
+      pool_(std::make_unique<Pool>(options_.threads)),
       rows_(&row_kernels(options_.isa)),
       owner_(getpid()) {
     if (rank < 0 || rank >= world_ || peer_pidfds.size() != peer_fds.size()) {
@@ -122,17 +122,14 @@ Endpoint::Endpoint(int rank, std::shared_ptr<Arena> arena, const std::vector<int
         segments_.push_back(peer == rank ? arena_->shared_segment() : Segment::of_peer(peer_fds[peer], world_));
         pidfds_.push_back(peer == rank ? -1 : duplicate(peer_pidfds[peer]));
     }
-    Control& own = arena_->segment().control();
-    own.magic = kMagic;
-    own.rank = rank;
-    own.world = world_;
 }
 
 Endpoint::~Endpoint() {
     if (getpid() == owner_) {
         close();
     } else {
-        pool_.abandon();
+        // In a forked child the workers do not exist, and destroying what they wait on would block for ever.
+        static_cast<void>(pool_.release());
     }
     for (int fd : pidfds_) {
         if (fd >= 0) ::close(fd);
@@ -142,18 +139,22 @@ Endpoint::~Endpoint() {
 void Endpoint::close() {
     Control& own = segments_[rank_]->control();
     State expected = State::live;
-    if (own.state.compare_exchange_strong(expected, State::closed)) ring_all();
+    if (own.state.compare_exchange_strong(expected, State::closed)) wake_all();
 }
 
 void Endpoint::check_usable() const {
     const Control& own = segments_[rank_]->control();
     switch (own.state.load(std::memory_order_acquire)) {
         case State::live:
-            return;
+            break;
         case State::closed:
             throw Error(Failure::aborted, "the group is closed");
         case State::aborted:
             throw Error(Failure::aborted, own.abort.message);
+    }
+    // A rank that comes late finds its peers' messages in place; it must not take them for their presence.
+    for (int peer = 0; peer < world_; ++peer) {
+        if (segments_[peer]->control().state.load(std::memory_order_acquire) == State::aborted) raise_from(peer);
     }
 }
 
@@ -161,16 +162,27 @@ bool Endpoint::arrived(int peer) const {
     return segments_[rank_]->slot(peer, round_).round.load(std::memory_order_acquire) == round_;
 }
 
-void Endpoint::ring(int peer) {
-    auto& word = segments_[peer]->control().sleeping;
-    if (word.load(std::memory_order_relaxed) != 0 && word.exchange(0) != 0) futex_wake(word);
-}
-
+// Counts down the messages that a sleeping peer waits for; the last one wakes it. A message that the peer had seen
+// before it lay down may be counted as well: then it wakes early, looks, and sleeps again.
 void Endpoint::ring_all() {
-    // Pairs with the sleeper's store to `sleeping` before its last look: one of the two sees the other.
+    // Pairs with the sleeper's store to `missing` before its last look: one of the two sees the other.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     for (int peer = 0; peer < world_; ++peer) {
-        if (peer != rank_) ring(peer);
+        if (peer == rank_) continue;
+        auto& missing = segments_[peer]->control().missing;
+        uint32_t count = missing.load(std::memory_order_relaxed);
+        while (count != 0 && !missing.compare_exchange_weak(count, count - 1)) {
+        }
+        if (count == 1) futex_wake(missing);
+    }
+}
+
+// Whatever they wait for: this rank's state has changed.
+void Endpoint::wake_all() {
+    for (int peer = 0; peer < world_; ++peer) {
+        if (peer == rank_) continue;
+        auto& missing = segments_[peer]->control().missing;
+        if (missing.exchange(0) != 0) futex_wake(missing);
     }
 }
 
@@ -185,8 +197,8 @@ void Endpoint::abort_group(const Error& error) {
     copy_text(record.operation, sizeof record.operation, error.operation);
     copy_text(record.phase, sizeof record.phase, error.phase);
     copy_text(record.message, sizeof record.message, error.message);
-    own.state.store(State::aborted, std::memory_order_release);
-    ring_all();
+    own.state.store(State::aborted);
+    wake_all();
 }
 
 // A peer gave up. Its reason is ours too, unless we are the one it gave up on.
@@ -295,13 +307,13 @@ void Collective::wait_all() {
         if (!e.arrived(peer)) pending.push_back(peer);
     }
     const auto spin_until = since + std::chrono::microseconds(e.options_.spin_us);
-    while (!pending.empty()) {
-        for (int i = 0; i < 32; ++i) cpu_relax();
+    for (int turn = 1; !pending.empty(); ++turn) {
+        cpu_relax();
         look();
-        if (Clock::now() > spin_until) break;
+        if (turn % 32 == 0 && Clock::now() > spin_until) break;  // the clock costs more than a look
     }
     auto next_watch = Clock::now() + kSlice;
-    auto& sleeping = e.segments_[e.rank_]->control().sleeping;
+    auto& missing = e.segments_[e.rank_]->control().missing;
     while (!pending.empty()) {
         const auto now = Clock::now();
         if (now >= next_watch) {
@@ -312,16 +324,16 @@ void Collective::wait_all() {
             look();
             if (!pending.empty()) raise_timeout(pending);
         }
-        sleeping.store(1, std::memory_order_relaxed);
+        const auto count = static_cast<uint32_t>(pending.size());
+        missing.store(count, std::memory_order_relaxed);
         std::atomic_thread_fence(std::memory_order_seq_cst);
-        const size_t before = pending.size();
         look();
-        if (pending.size() == before) {
-            futex_wait(sleeping, 1,
+        if (pending.size() == count) {
+            futex_wait(missing, count,
                        std::max<Clock::duration>(std::min(next_watch, deadline_) - now, Clock::duration(1)));
             look();
         }
-        sleeping.store(0, std::memory_order_relaxed);
+        missing.store(0, std::memory_order_relaxed);
     }
     wait_s_ += seconds(Clock::now() - since);
 }
@@ -360,11 +372,17 @@ void Collective::broke(const Error& error) {
 }
 
 void Collective::settle() {
+    std::lock_guard lock(endpoint_.stats_mutex_);
     OperationStats& stats = endpoint_.stats_[operation_name(operation_)];
     ++stats.calls;
     stats.bytes += bytes_;
     stats.wait_s += wait_s_;
     stats.total_s += seconds(Clock::now() - started_);
+}
+
+std::map<std::string, OperationStats> Endpoint::stats() const {
+    std::lock_guard lock(stats_mutex_);
+    return stats_;
 }
 
 void Endpoint::barrier(double timeout_s) {

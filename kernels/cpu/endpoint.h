@@ -15,6 +15,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -78,8 +79,7 @@ public:
     int rank() const { return rank_; }
     int world() const { return world_; }
     Arena& arena() { return *arena_; }
-    std::shared_ptr<Arena> shared_arena() { return arena_; }
-    Pool& pool() { return pool_; }
+    Pool& pool() { return *pool_; }
     const RowKernels& rows() const { return *rows_; }
     size_t nontemporal_threshold() const { return options_.nontemporal_threshold; }
     std::byte* peer_base(int peer) const { return segments_[peer]->base(); }
@@ -90,13 +90,13 @@ public:
     std::vector<std::string> exchange(const std::vector<std::string_view>& payloads, const std::string& name,
                                       double timeout_s);
     void close();
-    std::map<std::string, OperationStats> stats() const { return stats_; }
+    std::map<std::string, OperationStats> stats() const;  // from any thread
 
 private:
     friend class Collective;
     void check_usable() const;
-    void ring(int peer);
     void ring_all();
+    void wake_all();
     // Throws if a peer gave up, or if one of `pending` is dead or has left without its message for this round.
     void watch(const std::vector<int>& pending, Clock::time_point since);
     bool arrived(int peer) const;
@@ -108,11 +108,11 @@ private:
     std::vector<std::shared_ptr<Segment>> segments_;
     std::vector<int> pidfds_;
     EndpointOptions options_;
-    Pool pool_;
+    std::unique_ptr<Pool> pool_;
     const RowKernels* rows_;
     uint64_t round_ = 0;
     pid_t owner_;
-    bool broken_ = false;
+    mutable std::mutex stats_mutex_;
     std::map<std::string, OperationStats> stats_;
 };
 

@@ -73,7 +73,6 @@ void gather_values(Endpoint& endpoint, const CombineCall& call, const std::vecto
 }  // namespace
 
 Combined combine(Endpoint& endpoint, const CombineCall& call) {
-    const int world = endpoint.world();
     const int64_t row_bytes = call.hidden * static_cast<int64_t>(element_size(call.dtype));
     const int64_t value_width = call.layout == Layout::rank ? call.topk : 1;
     return run_collective(endpoint, Operation::combine, call.timeout_s, [&](Collective& collective) {
@@ -91,18 +90,7 @@ Combined combine(Endpoint& endpoint, const CombineCall& call) {
             }
         });
         const Signature signature = combine_signature(call);
-        std::vector<Landing> landings(world);
-        std::vector<int64_t> nothing;
-        MemoryVerdict verdict;
-        exchange_tables<OpenHead>(
-            collective, "offsets", 0, [&](int) { return OpenHead{signature, memory, own}; },
-            [&](int peer, const OpenHead& head) {
-                collective.compare_signature(signature, peer, head.signature);
-                verdict.see(peer, head.memory);
-                landings[peer] = head.landing;
-            },
-            [&] { verdict.settle(collective); }, [&](int) -> auto& { return nothing; },
-            [&](int) -> auto& { return nothing; });
+        const std::vector<Landing> landings = open_round(collective, "offsets", signature, memory, own);
         check_route(call.route, call.tokens * call.topk, landings);
 
         std::byte* out = result.out->data();

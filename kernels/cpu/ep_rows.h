@@ -19,6 +19,7 @@ inline constexpr int64_t kGrain = 8;  // tokens below which splitting a loop ove
 struct Landing {
     uint64_t x = 0, scales = 0, source = 0, topk_idx = 0, weights = 0;
     int64_t rows = 0;
+    uint64_t dot_rows = 0;  // what the sender's rows are multiplied with (backward of combine)
 };
 
 // The first round of an operation whose sizes all ranks know: what is called, and where each rank's memory lies.
@@ -27,6 +28,24 @@ struct OpenHead {
     MemoryStatus memory;
     Landing landing;
 };
+
+// Runs that first round. Returns where each peer's memory lies; lack of it on any rank fails on all.
+inline std::vector<Landing> open_round(Collective& collective, const char* phase, const Signature& signature,
+                                       const MemoryStatus& memory, const Landing& own) {
+    std::vector<Landing> landings(collective.endpoint().world());
+    std::vector<int64_t> nothing;
+    const auto no_table = [&](int) -> auto& { return nothing; };
+    MemoryVerdict verdict;
+    exchange_tables<OpenHead>(
+        collective, phase, 0, [&](int) { return OpenHead{signature, memory, own}; },
+        [&](int peer, const OpenHead& head) {
+            collective.compare_signature(signature, peer, head.signature);
+            verdict.see(peer, head.memory);
+            landings[peer] = head.landing;
+        },
+        [&] { verdict.settle(collective); }, no_table, no_table);
+    return landings;
+}
 
 template <class T>
 T* at(std::byte* base, uint64_t offset) {

@@ -17,11 +17,6 @@ Pool::~Pool() {
     for (auto& worker : workers_) worker.join();
 }
 
-void Pool::abandon() {
-    for (auto& worker : workers_) worker.detach();
-    workers_.clear();
-}
-
 void Pool::run(int index) {
     uint64_t seen = 0;
     std::unique_lock lock(mutex_);

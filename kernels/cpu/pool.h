@@ -20,8 +20,6 @@ public:
     int threads() const { return static_cast<int>(workers_.size()) + 1; }
     // Calls body(begin, end) on disjoint ranges that cover [0, count). Loops shorter than `grain` stay in the caller.
     void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
-    // After fork the workers do not exist in the child: forget them instead of joining them.
-    void abandon();
 
 private:
     void run(int index);

@@ -1,7 +1,7 @@
 // The layout of one rank's shared segment, and its mapping.
 //
 //   [0, 64)              left to core: the nonce by which a peer proves that it maps the same memory
-//   [64, 4096)           Control: who this rank is, whether it sleeps, whether it is alive, what broke it
+//   [64, 4096)           Control: whether this rank sleeps, whether it is alive, what broke it
 //   [4096, control)      mailboxes: one pair of slots per sender; peers write here, only the owner reads
 //   [control, size)      the arena: rows and whatever else the owner lends to its peers
 //
@@ -19,7 +19,6 @@ inline constexpr size_t kPage = 4096;
 inline constexpr size_t kCacheLine = 64;
 inline constexpr size_t kSlotBytes = 32 * 1024;
 inline constexpr int kSlotsPerSender = 2;
-inline constexpr uint64_t kMagic = 0x43414d2d57494e31;  // "CAM-WIN1"
 inline constexpr int kCulprits = 16;
 
 enum class State : uint32_t { live = 0, closed = 1, aborted = 2 };
@@ -36,10 +35,7 @@ struct AbortRecord {
 };
 
 struct Control {
-    uint64_t magic;
-    int32_t rank;
-    int32_t world;
-    alignas(kCacheLine) std::atomic<uint32_t> sleeping;  // futex word: 1 while the owner sleeps
+    alignas(kCacheLine) std::atomic<uint32_t> missing;  // futex word: messages that the sleeping owner waits for
     alignas(kCacheLine) std::atomic<State> state;
     alignas(kCacheLine) AbortRecord abort;
 };

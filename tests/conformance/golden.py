@@ -128,12 +128,9 @@ def _row_gradient(case: Case, rank: int) -> Tensor:
     want = torch.zeros_like(row_weights(case, rank, parts[rank].x.shape[0]))
     for source, part in enumerate(parts):
         grad = cotangent(torch.empty(part.route.shape[:2]), case, source, 6)
-        for token, k in (part.route[..., 0] == rank).nonzero().tolist():
-            row = part.route[token, k, 1]
-            if want.dim() == 1:
-                want[row] = grad[token, k]
-            else:
-                want[row, k] = grad[token, k]
+        here = part.route[..., 0] == rank
+        row, k = part.route[..., 1][here], here.nonzero()[:, 1]
+        want[row if want.dim() == 1 else (row, k)] = grad[here]
     return want
 
 

@@ -31,6 +31,13 @@ def test_eight_ranks_on_few_cores() -> None:
             assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("spin_us", [0, 2000])
+def test_waits_that_only_sleep_or_only_spin(spin_us: int) -> None:
+    with Ranks(3, spin_us=spin_us) as ranks:
+        for wrong in ranks.run(stress.rounds, 100, "expert", None):
+            assert not wrong, "\n".join(wrong)
+
+
 @in_layouts
 def test_many_dispatches_in_flight(layout: str) -> None:
     with Ranks(3) as ranks:

@@ -1,5 +1,6 @@
 """What ranks run in test_ops.py."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -136,18 +137,25 @@ def compiled(group: Any, layout: str, backend: str, sizes: list[list[int]]) -> l
     return wrong
 
 
-def compiled_without_gradients(group: Any, layout: str, quant: str | None) -> bool:
+def compiled_by_inductor(group: Any, cache: str) -> list[bool]:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    # Without arithmetic between the ops there is no C++ to compile, which takes half a minute.
+    # Twice: the second time finds what both ranks have compiled.
+    return [compiled_without_gradients(group, "expert", None, "inductor") for _ in range(2)]
+
+
+def compiled_without_gradients(group: Any, layout: str, quant: str | None, backend: str = "aot_eager") -> bool:
     torch._dynamo.reset()
     buffer = cam.ep.Buffer(group, EXPERTS, layout=layout, quant=quant)
 
     def step(x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         recv, handle = buffer.dispatch(x, idx, weights)
-        y = recv.x.float()
-        if quant == "int8":
-            y = y * recv.scales[:, None]
-        return buffer.combine(y.bfloat16(), handle), recv.expert_counts
+        y = recv.x
+        if quant is not None:
+            y = (recv.x.float() * (recv.scales[:, None] if quant == "int8" else 2)).bfloat16()
+        return buffer.combine(y, handle), recv.expert_counts
 
-    fast = torch.compile(step, backend="aot_eager", fullgraph=True)
+    fast = torch.compile(step, backend=backend, fullgraph=True)
     with torch.no_grad():
         arguments = _inputs(group, 7)
         return all(torch.equal(a, b) for a, b in zip(step(*arguments), fast(*arguments), strict=True))

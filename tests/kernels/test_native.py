@@ -3,7 +3,10 @@
 Numbers are compared as bits: results must not depend on the machine. This is what `make sanitize` runs.
 """
 
+import gc
 import os
+import select
+import signal
 from typing import Any
 
 import numpy as np
@@ -221,3 +224,22 @@ def test_a_closed_endpoint_refuses() -> None:
     end.close()
     with pytest.raises(native.Aborted):
         end.barrier(1.0)
+
+
+def test_a_forked_child_can_drop_an_endpoint_with_threads() -> None:
+    """The child has none of the threads; ending must not wait for them."""
+    end, _ = endpoint("auto", threads=3)
+    pid = os.fork()
+    if pid == 0:
+        del end
+        gc.collect()
+        os._exit(0)
+    pidfd = os.pidfd_open(pid)
+    try:
+        assert select.select([pidfd], [], [], 20)[0], "the child hangs"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.close(pidfd)
+        status = os.waitpid(pid, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == 0
+    end.barrier(1.0)

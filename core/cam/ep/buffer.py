@@ -18,6 +18,8 @@ from cam.ops import ep as _ops  # noqa: F401  # registers torch.ops.cam.ep_*
 from cam.ops.placement import expert_range
 
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: What a handle's buffer and the buffer that uses it must have in common.
+_TRAITS = ("group", "num_experts", "layout", "expert_alignment")
 Timeout = float | timedelta | None
 Rows = Tensor | tuple[Tensor, Tensor]
 
@@ -75,6 +77,7 @@ class Buffer:
         self.expert_alignment = expert_alignment
         self.max_tokens = max_tokens
         self._local_experts = self.expert_range()
+        self._traits = (group.name, num_experts, layout, expert_alignment)
 
     def expert_range(self, rank: int | None = None) -> range:
         """The global experts that live on a rank (default: this one)."""
@@ -132,7 +135,7 @@ class Buffer:
         if values.device.type == "npu":
             if scales is not None:
                 raise InputError("rows that are quantised already cannot be forwarded on NPUs: use quant='int8'")
-            return npu.dispatch(self._on_npu(), values, topk_idx, topk_weights, active_mask)
+            return npu.dispatch(self._on_npu(), values, topk_idx, topk_weights, active_mask, self._traits)
         rows, row_scales, source, idx, weights, counts, source_counts, route, anchor = torch.ops.cam.ep_dispatch(
             values,
             scales,
@@ -159,7 +162,7 @@ class Buffer:
             weights if topk_weights is not None else None,
         )
         facts = (source, source_counts, received.topk_idx, received.topk_weights)
-        return received, Handle(route, rows.shape[0], counts, topk_weights, anchor, facts)
+        return received, Handle(route, rows.shape[0], counts, topk_weights, anchor, facts, self._traits)
 
     def _repeat(
         self,
@@ -175,7 +178,7 @@ class Buffer:
             raise InputError("dispatch(handle=...) repeats a routing: topk_idx, topk_weights, active_mask must be None")
         if isinstance(handle, npu.NpuHandle):
             raise InputError("dispatch(handle=...) is not available on NPUs: pass the routing again")
-        route = _route(handle)
+        route = self._route(handle)
         if values.shape[0] != route.shape[0]:
             raise InputError(f"x has {values.shape[0]} tokens; the handle is of a dispatch of {route.shape[0]}")
         rows, row_scales, _, _ = torch.ops.cam.ep_scatter(
@@ -297,7 +300,7 @@ class Buffer:
 
         Differentiable in y, dispatch's topk_weights, bias and topk_weights. Errors as in dispatch.
         """
-        route = _route(handle)
+        route = self._route(handle)
         if y.dim() != 2 or y.shape[0] != handle.rows:
             raise InputError(f"y must have the {handle.rows} rows that dispatch gave, got shape {tuple(y.shape)}")
         if y.dtype not in ROW_DTYPES:
@@ -343,6 +346,16 @@ class Buffer:
             )
         return self._npu
 
+    def _route(self, handle: Handle) -> Tensor:
+        if handle.route is None:
+            raise InputError("this handle has been released")
+        for name, mine, theirs in zip(_TRAITS, self._traits, handle.made_by, strict=True):
+            if mine != theirs:
+                raise InputError(
+                    f"this handle is of a dispatch by a buffer with {name} {theirs!r}; this buffer has {mine!r}"
+                )
+        return handle.route
+
     # --- asynchronous ---------------------------------------------------------------------------------------
 
     def dispatch_async(
@@ -378,12 +391,6 @@ class Buffer:
                 y, handle, topk_weights=topk_weights, bias=bias, apply_weights=apply_weights, timeout=timeout
             ),
         )
-
-
-def _route(handle: Handle) -> Tensor:
-    if handle.route is None:
-        raise InputError("this handle has been released")
-    return handle.route
 
 
 def _seconds(timeout: Timeout) -> float:

@@ -18,11 +18,15 @@ class NpuHandle(Handle):
 
     __slots__ = ("sent",)
 
-    def __init__(self, sent: Sent, received: Received) -> None:
+    def __init__(self, sent: Sent, received: Received, made_by: tuple[str, int, str, int]) -> None:
         experts, none = sent.routes.experts, torch.empty(0)
         facts = (received.source, received.source_counts, None, received.topk_weights)
-        super().__init__(experts, sent.rows, received.expert_counts, sent.routes.weights, none, facts)
-        self.sent = sent
+        super().__init__(experts, sent.rows, received.expert_counts, sent.routes.weights, none, facts, made_by)
+        self.sent: Sent | None = sent
+
+    def release(self) -> None:
+        super().release()
+        self.sent = None
 
 
 def open_npu(
@@ -56,7 +60,12 @@ def open_npu(
 
 
 def dispatch(
-    npu: NpuExpertParallel, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, active_mask: Tensor | None
+    npu: NpuExpertParallel,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    active_mask: Tensor | None,
+    made_by: tuple[str, int, str, int],
 ) -> tuple[Received, NpuHandle]:
     """Buffer.dispatch on NPU tensors."""
     experts = topk_idx if active_mask is None else torch.where(active_mask[:, None], topk_idx, -1)
@@ -64,7 +73,7 @@ def dispatch(
     received = Received(
         rows.x, rows.scales, rows.expert_counts, rows.source, rows.source_counts, None, rows.topk_weights
     )
-    return received, NpuHandle(sent, received)
+    return received, NpuHandle(sent, received, made_by)
 
 
 def combine(
@@ -79,6 +88,8 @@ def combine(
 
     The bias is added to the rounded sum: the vendor's kernels have no place for it.
     """
+    if handle.sent is None:
+        raise InputError("this handle has been released")
     out = npu.combine(y, handle.sent, apply_weights=apply_weights)
     if bias is not None:
         out = out + bias

@@ -43,7 +43,7 @@ class Handle:
     release() drops what it holds; it may be called repeatedly, and need not be called at all.
     """
 
-    __slots__ = ("anchor", "expert_counts", "received", "route", "rows", "topk_weights")
+    __slots__ = ("anchor", "expert_counts", "made_by", "received", "route", "rows", "topk_weights")
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class Handle:
         topk_weights: Tensor | None,
         anchor: Tensor,
         received: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        made_by: tuple[str, int, str, int],
     ) -> None:
         self.route: Tensor | None = route
         self.rows = rows
@@ -61,6 +62,8 @@ class Handle:
         self.anchor = anchor
         #: source, source_counts, topk_idx, topk_weights of the rows, for a repeated dispatch.
         self.received = received
+        #: The buffer's group, num_experts, layout and expert_alignment: with others it would lead elsewhere.
+        self.made_by = made_by
 
     def release(self) -> None:
         self.route = self.topk_weights = None

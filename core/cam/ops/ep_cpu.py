@@ -62,12 +62,15 @@ def _values(array: Any, like: Tensor, quant: str) -> Tensor:
     return values if quant != "none" or values.dtype == like.dtype else values.view(like.dtype)
 
 
-def _scales(array: Any, like: Tensor | None) -> Tensor:
+def _scales(array: Any, like: Tensor | None, quant: str, rows: int) -> Tensor:
+    if array is None:  # none, or of no bytes
+        if like is not None:
+            return like.new_empty((rows, *like.shape[1:]))
+        return torch.empty((rows, 0) if quant == "fp8" else 0)
+    scales = _tensor(array)
     if like is None:
-        return _or_empty(array, torch.float32)
-    if array is None:  # scales of no bytes
-        return like.new_empty((0, *like.shape[1:]))
-    scales = _tensor(array).view(like.dtype)
+        return scales
+    scales = scales.view(like.dtype)
     return scales.view(-1) if like.dim() == 1 else scales
 
 
@@ -119,9 +122,10 @@ def dispatch(
     values, row_scales, source, row_idx, weights, expert_counts, source_counts, route = members.call(
         "dispatch", call, timeout=None if timeout < 0 else timeout
     )
+    rows_out = _values(values, x, quant)
     return (
-        _values(values, x, quant),
-        _scales(row_scales, scales),
+        rows_out,
+        _scales(row_scales, scales, quant, rows_out.shape[0]),
         _tensor(source),
         _or_empty(row_idx, torch.int64),
         _or_empty(weights, torch.float32),
@@ -205,9 +209,10 @@ def scatter(
         token_values=_address(token_values),
     )
     values, row_scales, dots, row_values = members.call("scatter", call, timeout=None if timeout < 0 else timeout)
+    rows_out = _values(values, x, quant)
     return (
-        _values(values, x, quant),
-        _scales(row_scales, scales),
+        rows_out,
+        _scales(row_scales, scales, quant, rows_out.shape[0]),
         _or_empty(dots, torch.float32),
         _or_empty(row_values, torch.float32),
     )

@@ -51,9 +51,9 @@ def combine_backward(
             if topk_weights is not None and layout == "expert":
                 values = topk_weights[rank][:, k, None] * values
                 weight_columns.append((rows.at(route) * grad.float()).sum(1) * (route[:, 0] >= 0))
-            for token in (route[:, 0] >= 0).nonzero()[:, 0].tolist():
-                where, row = route[token].tolist()
-                grad_ys[where][row] = values[token].to(grad_ys[where].dtype)
+            for where, grad_y in enumerate(grad_ys):
+                sent = route[:, 0] == where
+                grad_y[route[sent, 1]] = values[sent].to(grad_y.dtype)
         if weight_columns:
             grad_weights.append(torch.stack(weight_columns, 1))
     return grad_ys, grad_weights or None, list(grad_outs)

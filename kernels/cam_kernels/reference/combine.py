@@ -45,9 +45,10 @@ def combined_weights(weights: Sequence[Tensor], received: Sequence[Received]) ->
     combined = []
     for part in received:
         out = torch.zeros(part.route.shape[:2], dtype=torch.float32)
-        for token, k in (part.route[..., 0] >= 0).nonzero().tolist():
-            rank, row = part.route[token, k].tolist()
-            out[token, k] = weights[rank][row] if weights[rank].dim() == 1 else weights[rank][row, k]
+        for rank, values in enumerate(weights):
+            here = part.route[..., 0] == rank
+            row, k = part.route[..., 1][here], here.nonzero()[:, 1]
+            out[here] = values[row] if values.dim() == 1 else values[row, k]
         combined.append(out)
     return combined
 
@@ -98,6 +99,6 @@ def rank_route(route: Tensor, rank: int) -> Tensor:
     -1s.
     """
     out = torch.full((route.shape[0], 2), -1, dtype=torch.int64)
-    for token, k in (route[..., 0] == rank).nonzero().tolist():
-        out[token] = route[token, k]
+    for k in range(route.shape[1]):
+        out = torch.where(route[:, k, :1] == rank, route[:, k], out)
     return out
