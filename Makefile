@@ -25,7 +25,7 @@ TOOLS := pytest>=8 pytest-timeout hypothesis numpy matplotlib nox \
 
 KERNEL_SOURCES := $(shell find kernels -type f -not -path '*/build/*' -not -path '*/__pycache__/*')
 ADAPTERS := $(patsubst adapters/%/pyproject.toml,%,$(wildcard adapters/*/pyproject.toml))
-PYTHON_FOLDERS := core kernels tests noxfile.py $(wildcard adapters)
+PYTHON_FOLDERS := core kernels tests ci noxfile.py $(wildcard adapters)
 
 .PHONY: setup test demo bench lint format sanitize clean
 .DEFAULT_GOAL := test

@@ -59,6 +59,37 @@ def wheels(session: nox.Session) -> None:
         session.run("python", "-m", "build", "--wheel", "--outdir", "dist", folder)
 
 
+DEEPSPEED = "0.19.8"
+
+
+def _install_deepspeed(session: nox.Session) -> None:
+    # Its requirements must not bring another torch than the one that it is built beside.
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    constraints.write_text("torch==2.13.0\n")
+    environment = {
+        "PIP_CONSTRAINT": str(constraints.absolute()),
+        "DS_BUILD_OPS": "0",
+        "DS_ACCELERATOR": "cpu",
+    }
+    session.install("torch", "numpy", "setuptools", "wheel", "ninja", env=environment)
+    session.install(f"deepspeed=={DEEPSPEED}", "--no-build-isolation", env=environment)
+    install(session, "pytest>=8")
+
+
+@nox.session
+def deepspeed(session: nox.Session) -> None:
+    """The tests of adapters/deepspeed."""
+    _install_deepspeed(session)
+    session.run("python", "-m", "pytest", "adapters/deepspeed", *session.posargs)
+
+
+@nox.session
+def suite_deepspeed(session: nox.Session) -> None:
+    """DeepSpeed's own tests, on gloo and on cam: `nox -s suite_deepspeed -- --source /path/to/DeepSpeed`."""
+    _install_deepspeed(session)
+    session.run("python", "-m", "ci", "deepspeed", *session.posargs)
+
+
 def _adapters() -> tuple[str, ...]:
     return ("adapters",) if (ROOT / "adapters").is_dir() else ()
 

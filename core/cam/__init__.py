@@ -4,6 +4,8 @@
     group = cam.init()      # torchrun's environment; or a torch ProcessGroup, a Store; or alone
     buffer = cam.ep.Buffer(group, num_experts=64)
 
+    cam.all_reduce_batch(gradients, op="avg")   # data-parallel training; NumPy and DLPack arrays as well
+
 See the docstrings of `cam.init`, `cam.Group`, `cam.Config` and `cam.ep.Buffer`.
 """
 
@@ -30,7 +32,17 @@ from cam.peers import Peer
 from cam.registry import group
 
 if TYPE_CHECKING:
+    from cam import collectives as collectives
     from cam import ep as ep
+    from cam.collectives.training import (
+        all_reduce,
+        all_reduce_async,
+        all_reduce_batch,
+        broadcast,
+        buffers,
+        create_group,
+        wait,
+    )
 
 __all__ = [
     "BackendUnavailable",
@@ -47,18 +59,33 @@ __all__ = [
     "Peer",
     "PeerLost",
     "Timeout",
+    "all_reduce",
+    "all_reduce_async",
+    "all_reduce_batch",
+    "broadcast",
+    "buffers",
+    "collectives",
+    "create_group",
     "ep",
     "group",
     "init",
+    "wait",
 ]
 
 __version__ = "0.1.0"
 
 #: The jobs: loaded when first used, because registering their ops costs time that other jobs need not pay.
-_JOBS = frozenset({"ep"})
+_JOBS = frozenset({"collectives", "ep"})
+
+#: The training API, likewise.
+_TRAINING = frozenset(
+    {"all_reduce", "all_reduce_async", "all_reduce_batch", "broadcast", "buffers", "create_group", "wait"}
+)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _TRAINING:
+        return getattr(importlib.import_module("cam.collectives.training"), name)
     if name in _JOBS:
         return importlib.import_module(f"cam.{name}")
     raise AttributeError(f"module 'cam' has no attribute {name!r}")

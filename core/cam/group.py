@@ -130,6 +130,25 @@ class Group:
             self._turns.close()
             self._leave()
 
+    def abort(self, reason: str) -> None:
+        """Breaks the group on purpose, from any thread: operations that wait, here and at the peers, raise
+        GroupAborted with this reason.
+        """
+        endpoint = self._endpoint
+        if endpoint is not None:
+            endpoint.abort(reason)
+
+    def abandon(self, reason: str) -> None:
+        """Aborts if operations are in flight on the progress thread: for a program that ends without waiting for
+        them.
+        """
+        if self._turns.last is not None:
+            self.abort(reason)
+
+    def set_timeout(self, timeout: float | timedelta) -> None:
+        """The deadline of later operations that bring none of their own."""
+        self._timeout_s = seconds(timeout, self._timeout_s)
+
     def _leave(self) -> None:
         with self._turns:
             if self._refusal is not None:  # another thread was faster

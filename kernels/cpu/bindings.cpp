@@ -202,9 +202,11 @@ NB_MODULE(_native, m) {
         .def("barrier", &Endpoint::barrier, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("exchange", &bind_exchange, "payloads"_a, "operation"_a, "timeout_s"_a)
         .def("close", &Endpoint::close)
+        .def("abort", &Endpoint::abort, "message"_a)
         .def("stats", &stats_dict)
         .def_prop_ro("isa", [](Endpoint& endpoint) { return std::string(endpoint.rows().isa); });
     bind_ep(endpoint);
+    bind_collectives(m, endpoint);
 }
 
 }  // namespace cam

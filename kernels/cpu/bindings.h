@@ -32,5 +32,6 @@ const T* pointer(uintptr_t address) {
 
 // Each job's bindings, in a file of their own.
 void bind_ep(nb::class_<Endpoint>& endpoint);
+void bind_collectives(nb::module_& m, nb::class_<Endpoint>& endpoint);
 
 }  // namespace cam

@@ -135,7 +135,7 @@ class Buffer:
         if values.device.type == "npu":
             if scales is not None:
                 raise InputError("rows that are quantised already cannot be forwarded on NPUs: use quant='int8'")
-            return npu.dispatch(self._on_npu(), values, topk_idx, topk_weights, active_mask, self._traits)
+            return npu.dispatch(self._on_npu(timeout), values, topk_idx, topk_weights, active_mask, self._traits)
         rows, row_scales, source, idx, weights, counts, source_counts, route, anchor = torch.ops.cam.ep_dispatch(
             values,
             scales,
@@ -322,7 +322,7 @@ class Buffer:
                     f"{tuple(topk_weights.shape)} {topk_weights.dtype}"
                 )
         if isinstance(handle, npu.NpuHandle):
-            result = npu.combine(self._on_npu(), y, handle, topk_weights, bias, apply)
+            result = npu.combine(self._on_npu(timeout), y, handle, topk_weights, bias, apply)
             return result[0] if topk_weights is None else result
         out, combined = torch.ops.cam.ep_combine(
             y,
@@ -339,13 +339,6 @@ class Buffer:
         )
         return out if topk_weights is None else (out, combined)
 
-    def _on_npu(self) -> NpuExpertParallel:
-        if self._npu is None:
-            self._npu = npu.open_npu(
-                self.group, self.num_experts, self.layout, self.quant, self.expert_alignment, self.max_tokens
-            )
-        return self._npu
-
     def _route(self, handle: Handle) -> Tensor:
         if handle.route is None:
             raise InputError("this handle has been released")
@@ -355,6 +348,15 @@ class Buffer:
                     f"this handle is of a dispatch by a buffer with {name} {theirs!r}; this buffer has {mine!r}"
                 )
         return handle.route
+
+    def _on_npu(self, timeout: Timeout) -> NpuExpertParallel:
+        if timeout is not None:
+            raise InputError("timeout= is not available on NPUs: the process group's own applies")
+        if self._npu is None:
+            self._npu = npu.open_npu(
+                self.group, self.num_experts, self.layout, self.quant, self.expert_alignment, self.max_tokens
+            )
+        return self._npu
 
     # --- asynchronous ---------------------------------------------------------------------------------------
 

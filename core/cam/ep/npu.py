@@ -67,7 +67,7 @@ def dispatch(
     active_mask: Tensor | None,
     made_by: tuple[str, int, str, int],
 ) -> tuple[Received, NpuHandle]:
-    """Buffer.dispatch on NPU tensors."""
+    """Buffer.dispatch on NPU tensors. made_by: see Handle."""
     experts = topk_idx if active_mask is None else torch.where(active_mask[:, None], topk_idx, -1)
     rows, sent = npu.dispatch(x, Routes(experts, topk_weights))
     received = Received(
