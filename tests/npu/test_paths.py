@@ -68,9 +68,9 @@ def forward(env: RankEnv, cases: list[Case], name: str, max_tokens: int | None) 
     everything = []
     for case in cases:
         npu = open_paths(env, case, name, max_tokens)
-        mine = inputs(case, env.rank)
+        mine, made_by = inputs(case, env.rank), ("cam", case.experts, "expert", 1)
         assert isinstance(mine.x, Tensor)
-        recv, handle = glue.dispatch(npu, mine.x, mine.topk_idx, mine.topk_weights, mine.mask)
+        recv, handle = glue.dispatch(npu, mine.x, mine.topk_idx, mine.topk_weights, mine.mask, made_by)
         y = expert_output(case, env.rank, handle.rows)
         seen: Seen = {"path": npu.choice.path, **vars(recv)}
         seen["out"] = glue.combine(npu, y, handle, None, None, True)[0]
@@ -79,6 +79,9 @@ def forward(env: RankEnv, cases: list[Case], name: str, max_tokens: int | None) 
         biased, seen["combined"] = glue.combine(npu, y, handle, row, bias, False)
         seen["out_again"] = glue.combine(npu, y, handle, None, None, False)[0]
         assert torch.equal(biased, seen["out_again"] + bias)
+        handle.release()
+        with pytest.raises(InputError, match="released"):
+            glue.combine(npu, y, handle, None, None, True)
         everything.append(seen)
     return everything
 

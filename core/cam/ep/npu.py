@@ -22,7 +22,11 @@ class NpuHandle(Handle):
         experts, none = sent.routes.experts, torch.empty(0)
         facts = (received.source, received.source_counts, None, received.topk_weights)
         super().__init__(experts, sent.rows, received.expert_counts, sent.routes.weights, none, facts, made_by)
-        self.sent = sent
+        self.sent: Sent | None = sent
+
+    def release(self) -> None:
+        super().release()
+        self.sent = None
 
 
 def open_npu(
@@ -84,6 +88,8 @@ def combine(
 
     The bias is added to the rounded sum: the vendor's kernels have no place for it.
     """
+    if handle.sent is None:
+        raise InputError("this handle has been released")
     out = npu.combine(y, handle.sent, apply_weights=apply_weights)
     if bias is not None:
         out = out + bias
