@@ -115,13 +115,20 @@ def moe(buffer: Any, weights: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tens
     return step
 
 
+def whole_graph(step: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """step in one graph, with the option that torch 2.8 needs and torch 2.13 does not."""
+    if torch.__version__ < (2, 13):  # a TorchVersion, which compares by number
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    return torch.compile(step, backend=backend, fullgraph=True)
+
+
 def compiled(group: Any, layout: str, backend: str, sizes: list[list[int]]) -> list[str]:
     """Compares compiled and eager, forward and backward, for several token counts; returns what differs."""
     torch._dynamo.reset()
     buffer = cam.ep.Buffer(group, EXPERTS, layout=layout)
     experts = torch.linspace(-1, 1, HIDDEN, requires_grad=True)
     eager = moe(buffer, experts)
-    fast = torch.compile(eager, backend=backend, fullgraph=True)
+    fast = whole_graph(eager, backend)
     wrong = []
     for n, tokens in enumerate(sizes):
         results = []
@@ -157,7 +164,7 @@ def compiled_without_gradients(group: Any, layout: str, quant: str | None, backe
             y = (recv.x.float() * (recv.scales[:, None] if quant == "int8" else 2)).bfloat16()
         return buffer.combine(y, handle), recv.expert_counts
 
-    fast = torch.compile(step, backend=backend, fullgraph=True)
+    fast = whole_graph(step, backend)
     with torch.no_grad():
         arguments = _inputs(group, 7)
         return all(torch.equal(a, b) for a, b in zip(step(*arguments), fast(*arguments), strict=True))
