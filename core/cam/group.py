@@ -226,6 +226,14 @@ class Group:
             raise self._refuse(operation)
         return arena
 
+    def check_open(self, operation: str) -> None:
+        """Raises GroupAborted or ForkedProcess where this group cannot be used any more.
+
+        For those who refer to it by name, which may be another group's by now.
+        """
+        if self._refusal is not None:
+            raise self._refusal(operation)
+
     def _refuse(self, operation: str) -> CamError:
         if self._refusal is not None:
             return self._refusal(operation)

@@ -112,3 +112,16 @@ def test_dtypes_are_listed_when_one_is_refused() -> None:
         (message,) = ranks.run(edges.refused_dtype, torch.float64)
     for word in ("float64", "bfloat16", "float16", "float32"):
         assert word in message
+
+
+def test_a_buffer_does_not_outlive_its_group() -> None:
+    """Ops find their group by name; a new group of that name is another group."""
+    with cam.init(name="edges-reused", threads=1) as group:
+        buffer = cam.ep.Buffer(group, 2)
+        x, idx = torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64)
+        recv, handle = buffer.dispatch(x, idx)
+    with cam.init(name="edges-reused", threads=1):
+        with pytest.raises(cam.GroupAborted, match="closed"):
+            buffer.dispatch(x, idx)
+        with pytest.raises(cam.GroupAborted, match="closed"):
+            buffer.combine(recv.x, handle)

@@ -70,7 +70,7 @@ def test_a_killed_rank_is_noticed_by_all_within_two_seconds(use: str, size: int,
         ranks.kill(victim)
         errors = run.join(expect_errors=True)
     assert isinstance(errors[victim], RankDied)
-    operation = "barrier" if use == "barrier" else "exchange"
+    operation = "barrier" if use == "barrier" else "chatter"
     for rank, result in enumerate(errors):
         if rank == victim:
             continue

@@ -125,6 +125,7 @@ class Buffer:
         Differentiable in x (unless quantised) and topk_weights. Raises InputError before anything is sent; Mismatch and
         OutOfWindowMemory on all ranks alike; Timeout and PeerLost, after which the group is broken.
         """
+        self.group.check_open("dispatch")
         values, scales = x if isinstance(x, tuple) else (x, None)
         self._check_rows(values, scales)
         if handle is not None:
@@ -308,6 +309,7 @@ class Buffer:
 
         Differentiable in y, dispatch's topk_weights, bias and topk_weights. Errors as in dispatch.
         """
+        self.group.check_open("combine")
         route = self._route(handle)
         if y.dim() != 2 or y.shape[0] != handle.rows:
             raise InputError(f"y must have the {handle.rows} rows that dispatch gave, got shape {tuple(y.shape)}")
