@@ -59,6 +59,54 @@ def suite_vllm(session: nox.Session) -> None:
     session.run("python", "-m", "ci", "vllm", *session.posargs)
 
 
+DEEPSPEED = "0.19.8"
+
+
+def install_deepspeed(session: nox.Session) -> None:
+    """DeepSpeed without its own ops, on a torch that its requirements must not replace."""
+    constraints = Path(session.create_tmp()) / "deepspeed-constraints.txt"
+    constraints.write_text("torch==2.13.0\n")
+    environment = {"PIP_CONSTRAINT": str(constraints.absolute()), "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+    session.install("torch", "numpy", "setuptools", "wheel", "ninja", env=environment)
+    session.install(f"deepspeed=={DEEPSPEED}", "--no-build-isolation", env=environment)
+    session.install("./kernels", "./core", "./adapters/deepspeed", *TEST_TOOLS, env=environment)
+
+
+@nox.session
+def deepspeed(session: nox.Session) -> None:
+    """cam-deepspeed's own tests, with DeepSpeed."""
+    install_deepspeed(session)
+    session.run("python", "-m", "pytest", "adapters/deepspeed/tests", *session.posargs)
+
+
+@nox.session
+def suite_deepspeed(session: nox.Session) -> None:
+    """DeepSpeed's own tests, as they are and with CAM: `nox -s suite_deepspeed -- --source /path/to/DeepSpeed`."""
+    install_deepspeed(session)
+    session.run("python", "-m", "ci", "deepspeed", *session.posargs)
+
+
+@nox.session
+def ascend(session: nox.Session) -> None:
+    """The Ascend kernels from their Ascend IR, and their HIVM. Needs Debian's mlir-19-tools and llvm-19.
+
+    An environment of its own: triton-ascend owns the import name `triton`. Versions as in cam_kernels.ascend.toolchain.
+    """
+    session.install("torch==2.13.0", "numpy==1.26.4", "pybind11", "setuptools", "attrs")
+    session.install("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0")
+    session.install("./kernels", "pytest>=8", "pytest-timeout", "hypothesis")
+    session.run("python", "-m", "pytest", "tests/ascend", *session.posargs)
+
+
+@nox.session
+def npu(session: nox.Session) -> None:
+    """The NPU backend of core against torch_npu's schemas and Meta kernels. The wheel is read, never installed."""
+    install(session, "torch==2.13.0")
+    if not list(ROOT.glob("build/torch_npu/torch_npu-2.13.0-*.whl")):
+        session.run("python", "-m", "pip", "download", "--no-deps", "-d", "build/torch_npu", "torch_npu==2.13.0")
+    session.run("python", "-m", "pytest", "tests/npu", *session.posargs)
+
+
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Wheels of all distributions, into dist/."""

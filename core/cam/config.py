@@ -8,6 +8,7 @@ miss, wherever they come from: a misspelt CAM_TIMOUT_S that is silently ignored 
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -64,12 +65,37 @@ class Config(BaseSettings):
     """Calls that move more bytes than this write around the caches: the receiver reads them later anyway, and
     a normal store would first read each line that it overwrites."""
 
+    collective_algorithm: Literal["auto", "flat", "direct"] = "auto"
+    """How reductions are done. flat: every rank reduces everything, in one round. direct: each rank reduces its
+    share and the others fetch it. The same on all ranks."""
+
+    collective_piece: Annotated[ByteSize, Field(ge=0)] = ByteSize(0)
+    """Bytes of a tensor that a rank stages for its peers at once; 0 means chosen. The same on all ranks."""
+
+    gradient_buffer: Annotated[Bytes | None, BeforeValidator(_auto)] = None
+    parameter_buffer: Annotated[Bytes | None, BeforeValidator(_auto)] = None
+    temporary_buffer: Annotated[Bytes | None, BeforeValidator(_auto)] = None
+    """Window memory that cam.buffers sets aside for gradients, parameters and temporaries, in bytes. None: as much as
+    the first use needs. Together at most window_limit."""
+
+    buffer_reuse: Literal["keep", "release"] = "keep"
+    """What becomes of a buffer's memory when it is reset: kept for the next step, or given back."""
+
     def __init__(self, **fields: Any) -> None:
         _refuse_unknown(fields, "argument")
         try:
             super().__init__(**fields)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+        self._check_buffers()
+
+    def _check_buffers(self) -> None:
+        wanted = {
+            name: getattr(self, name) or 0 for name in ("gradient_buffer", "parameter_buffer", "temporary_buffer")
+        }
+        if self.window_limit is not None and sum(wanted.values()) > self.window_limit:
+            told = ", ".join(f"{name} {int(size)}" for name, size in wanted.items())
+            raise ConfigError(f"{told}: together more than window_limit {int(self.window_limit)} (bytes)")
 
     @classmethod
     def load(cls, file: str | os.PathLike[str], **fields: Any) -> "Config":
@@ -137,10 +163,18 @@ def _refuse_unknown(keys: Iterable[object], kind: str) -> None:
 
 def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
     allowed = [_FILE_VARIABLE, *map(_variable, Config.model_fields)]
-    for name in environment:
-        # Case-insensitive, as pydantic-settings reads them.
-        if name.upper().startswith(_PREFIX) and name.upper() not in allowed:
+    # Case-insensitive, as pydantic-settings reads them.
+    unknown = [name for name in environment if name.upper().startswith(_PREFIX) and name.upper() not in allowed]
+    if unknown:
+        allowed += _variables_of_other_distributions()
+    for name in unknown:
+        if name.upper() not in allowed:
             raise ConfigError(f"unknown environment variable {name}{_near_miss(name.upper(), allowed)}")
+
+
+def _variables_of_other_distributions() -> list[str]:
+    """CAM_* variables that installed adapters read, announced as entry points of the group cam.variables."""
+    return [point.name for point in entry_points(group="cam.variables")]
 
 
 def _near_miss(key: str, allowed: list[str]) -> str:

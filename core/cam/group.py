@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -20,6 +20,9 @@ from cam.native import kernels as native
 from cam.native_errors import NATIVE_ERRORS, translate
 from cam.peers import Peer
 from cam.turns import Turns
+
+if TYPE_CHECKING:  # torch.distributed has it as well, but not for type checkers
+    from torch._C._distributed_c10d import ProcessGroup
 
 T = TypeVar("T")
 
@@ -60,6 +63,8 @@ class Group:
     ) -> None:
         self.rank, self.size, self.config, self.peers = rank, size, config, peers
         self.name: str = config.name
+        #: What cam.init was given: NPUs communicate over it.
+        self.process_group: ProcessGroup | None = None
         self._timeout_s = config.timeout_s
         self._arena: native.Arena | None = arena
         self._endpoint = endpoint
@@ -91,14 +96,13 @@ class Group:
 
         Raises OutOfWindowMemory (knob: window_limit).
         """
-        if self._refusal is not None:
-            raise self._refusal("empty")
+        arena = self._window("empty")
         name = _NATIVE_DTYPES.get(dtype)
         carrier = name or _CARRIERS.get(dtype.itemsize)
-        if carrier is None or self._arena is None:
+        if carrier is None:
             raise InputError(f"group.empty: {dtype} is not supported ({dtype.itemsize} bytes an element)")
         try:
-            memory = self._arena.empty(tuple(shape), carrier)
+            memory = arena.empty(tuple(shape), carrier)
         except NATIVE_ERRORS as error:
             raise translate(error, self.name, "empty", self.rank) from None
         tensor: torch.Tensor = from_dlpack(memory)
@@ -106,15 +110,11 @@ class Group:
 
     def memory(self) -> dict[str, int]:
         """This rank's window memory in bytes: allocated, peak, resident, limit; and the number of blocks."""
-        if self._refusal is not None or self._arena is None:
-            raise self._refuse("memory")
-        return dict(self._arena.stats())
+        return dict(self._window("memory").stats())
 
     def trim(self) -> None:
         """Gives all window memory that is not in use back to the operating system."""
-        if self._refusal is not None or self._arena is None:
-            raise self._refuse("trim")
-        self._arena.trim()
+        self._window("trim").trim()
 
     def close(self) -> None:
         """Leaves the group, after the operations that were submitted. Idempotent.
@@ -124,6 +124,25 @@ class Group:
         if self._refusal is None:
             self._turns.close()
             self._leave()
+
+    def abort(self, reason: str) -> None:
+        """Breaks the group on purpose, from any thread: operations that wait, here and at the peers, raise
+        GroupAborted with this reason.
+        """
+        endpoint = self._endpoint
+        if endpoint is not None:
+            endpoint.abort(reason)
+
+    def abandon(self, reason: str) -> None:
+        """Aborts if operations are in flight on the progress thread: for a program that ends without waiting for
+        them.
+        """
+        if self._turns.last is not None:
+            self.abort(reason)
+
+    def set_timeout(self, timeout: float | timedelta) -> None:
+        """The deadline of later operations that bring none of their own."""
+        self._timeout_s = seconds(timeout, self._timeout_s)
 
     def _leave(self) -> None:
         with self._turns:
@@ -151,16 +170,15 @@ class Group:
     @property
     def arena(self) -> "native.Arena":
         """The allocator of this rank's window."""
-        if self._refusal is not None or self._arena is None:
-            raise self._refuse("arena")
-        return self._arena
+        return self._window("arena")
 
     @property
     def endpoint(self) -> "native.Endpoint":
         """The native endpoint. Raises NotReachable when some ranks do not share memory."""
-        if self._endpoint is None:
+        endpoint = self._endpoint  # read once: another thread may close the group
+        if endpoint is None:
             raise self._refuse("endpoint")
-        return self._endpoint
+        return endpoint
 
     @property
     def turn(self) -> Turns:
@@ -201,6 +219,12 @@ class Group:
             raise self._closed("submit") from None
 
     # --- why not --------------------------------------------------------------------------------------------
+
+    def _window(self, operation: str) -> "native.Arena":
+        arena = self._arena  # read once: another thread may close the group
+        if self._refusal is not None or arena is None:
+            raise self._refuse(operation)
+        return arena
 
     def _refuse(self, operation: str) -> CamError:
         if self._refusal is not None:

@@ -1,6 +1,7 @@
 """cam.init: how a process becomes a rank of a group."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     config: Config | str | os.PathLike[str] | None = None,
+    config_path: str | os.PathLike[str] | None = None,
     timeout: float | timedelta | None = None,
     **config_fields: Any,
 ) -> Group:
@@ -34,17 +36,30 @@ def init(
     process_group: an existing torch.distributed group. store: any torch Store, with rank and world_size.
     Otherwise torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without it, a group of one.
 
-    config: a cam.Config, or the path of a YAML file; config_fields: fields of cam.Config, which win over it.
+    config: a cam.Config, or the path of a YAML file, which config_path= says as well; config_fields: fields of
+    cam.Config, which win over it.
     timeout: for joining, in seconds or as timedelta; the config's timeout_s when None.
 
     Raises ConfigError, InputError, Timeout (names the ranks that are late), Mismatch, GroupAborted (another
     rank failed; the message has its error).
     """
+    if config_path is not None:
+        if config is not None:
+            raise InputError("cam.init: pass either config= or config_path=, not both")
+        config = config_path
     settings = _settings(config, config_fields)
     deadline = Deadline(seconds(timeout, settings.timeout_s))
+    joined = join(
+        lambda: _rendezvous(process_group, store, rank, world_size, settings.name, deadline), settings, deadline
+    )
+    joined.process_group = process_group
+    return joined
+
+
+def join(find_rendezvous: Callable[[], Rendezvous], settings: Config, deadline: Deadline) -> Group:
+    """cam.init for those who bring a rendezvous of their own. Raises what cam.init raises."""
     with registry.reserve(settings.name) as reservation:
-        rendezvous = _rendezvous(process_group, store, rank, world_size, settings.name, deadline)
-        joined = _join(rendezvous, settings, deadline)
+        joined = _join(find_rendezvous(), settings, deadline)
         reservation.keep(joined)
     return joined
 

@@ -29,6 +29,10 @@ def row_offset(base: int, row: int, row_bytes: int) -> int:
 def copy(dst_ptr: int, src_ptr: int, nbytes: int, nontemporal: bool, isa: str = "auto") -> None:
     """One thread's copy, by the row kernel; for measuring the floor."""
 
+def array_facts(array: object) -> tuple[int, int, str, int, bool]:
+    """(address, elements, dtype, bytes an element, one run of memory) of a writable CPU array that speaks DLPack or the
+    buffer protocol. TypeError for anything else."""
+
 class Arena:
     def __init__(self, fd: int, world_size: int, limit: int, retain: int) -> None:
         """Maps the own segment: a memfd of control_bytes(world_size) + limit bytes."""
@@ -59,6 +63,9 @@ class Endpoint:
     def barrier(self, timeout_s: float) -> None: ...
     def exchange(self, payloads: list[bytes], operation: str, timeout_s: float) -> list[bytes]: ...
     def close(self) -> None: ...
+    def abort(self, message: str) -> None:
+        """Breaks the group on purpose: waits in any thread, here and at the peers, end with an error that says this."""
+
     def stats(self) -> dict[str, dict[str, float]]:
         """Per operation: calls, bytes moved by this rank, wait_s (for peers), total_s (in native code)."""
 
@@ -127,6 +134,94 @@ class Endpoint:
         """(x, scales, dots, row values)"""
 
     def ep_route(self, source: int, rows: int, tokens: int, topk: int, timeout_s: float) -> Array: ...
+    def all_reduce(
+        self,
+        spans: list[tuple[int, int, int]],
+        dtype: str,
+        reduction: str,
+        factor: float,
+        algorithm: str,
+        piece: int,
+        timeout_s: float,
+    ) -> None:
+        """spans: (input, output, elements) of tensors reduced together. reduction: sum, avg, product, min, max,
+        bit_and, bit_or, bit_xor, premul_sum. algorithm: auto, flat, direct. piece: bytes staged at once (0: chosen).
+        """
+
+    def reduce(
+        self,
+        spans: list[tuple[int, int, int]],
+        dtype: str,
+        reduction: str,
+        factor: float,
+        root: int,
+        algorithm: str,
+        piece: int,
+        timeout_s: float,
+    ) -> None:
+        """Outputs are written on the root only."""
+
+    def reduce_scatter(
+        self,
+        parts: list[int],
+        elements: list[int],
+        out: int,
+        dtype: str,
+        reduction: str,
+        factor: float,
+        algorithm: str,
+        piece: int,
+        timeout_s: float,
+    ) -> None:
+        """parts[r], elements[r]: what this rank contributes to the result of rank r."""
+
+    def all_gather(
+        self, own: int, nbytes: list[int], outs: list[int], algorithm: str, piece: int, timeout_s: float
+    ) -> None:
+        """nbytes[r]: what rank r contributes; outs[r]: where that goes here."""
+
+    def gather(
+        self, own: int, nbytes: list[int], outs: list[int], root: int, algorithm: str, piece: int, timeout_s: float
+    ) -> None: ...
+    def broadcast(self, data: int, nbytes: int, root: int, algorithm: str, piece: int, timeout_s: float) -> None: ...
+    def all_to_all(
+        self,
+        ins: list[int],
+        in_bytes: list[int],
+        outs: list[int],
+        out_bytes: list[int],
+        algorithm: str,
+        piece: int,
+        timeout_s: float,
+    ) -> None: ...
+    def scatter(
+        self,
+        ins: list[int],
+        in_bytes: list[int],
+        out: int,
+        out_bytes: int,
+        root: int,
+        algorithm: str,
+        piece: int,
+        timeout_s: float,
+    ) -> None:
+        """ins, in_bytes: empty on ranks other than the root."""
+
+class Channels:
+    """Messages between two ranks of an endpoint's group. One per endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None: ...
+    def send(self, to: int, tag: int, data: int, nbytes: int, timeout_s: float) -> None:
+        """Complete when it returns. Waits only while the window is full of messages that nobody has received."""
+
+    def post(self, source: int, tag: int, data: int, nbytes: int) -> int:
+        """Posts a receive; source -1 = any. Its memory must stay valid until test, wait or forget has ended it."""
+
+    def test(self, receive: int) -> int:
+        """The source once the message is here, else -1."""
+
+    def wait(self, receive: int, timeout_s: float) -> int: ...
+    def forget(self, receive: int) -> None: ...
 
 class Mapping:
     """A whole shared segment (memfd), mapped for reading and writing until this object goes."""

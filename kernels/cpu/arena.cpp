@@ -7,6 +7,7 @@
 #include <bit>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <string>
 
 #include "errors.h"
@@ -61,12 +62,16 @@ void Arena::erase_free(std::map<size_t, size_t>::iterator position) {
 }
 
 std::shared_ptr<Block> Arena::allocate(size_t bytes) {
-    const size_t size = block_size(bytes);
     std::lock_guard lock(mutex_);
-    const auto best = free_by_size_.lower_bound({size, 0});
+    size_t size = bytes <= limit_ ? block_size(bytes) : bytes;  // no rounding up of what may not even be added to
+    auto best = free_by_size_.lower_bound({size, 0});
+    if (best == free_by_size_.end() && bytes <= limit_) {
+        size = round_up(std::max<size_t>(bytes, 1), kCacheLine);  // the last room is not lost to rounding
+        best = free_by_size_.lower_bound({size, 0});
+    }
     if (best == free_by_size_.end()) {
         Error error(Failure::out_of_memory, "no free range is large enough");
-        error.requested = static_cast<int64_t>(bytes);
+        error.requested = static_cast<int64_t>(std::min<size_t>(bytes, std::numeric_limits<int64_t>::max()));
         error.allocated = static_cast<int64_t>(allocated_);
         error.limit = static_cast<int64_t>(limit_);
         throw error;
@@ -146,7 +151,10 @@ void Arena::release(size_t segment_offset, size_t bytes) {
     insert_free(offset, size);
     allocated_ -= bytes;
     --blocks_;
-    give_back(segment_offset - start_, bytes, retain_);
+    // Chunks that the block shared with free neighbours are free as a whole now: the last of them gives the chunk back.
+    const size_t first = std::max(offset, (segment_offset - start_) / kChunk * kChunk);
+    const size_t end = std::min(offset + size, round_up(segment_offset - start_ + bytes, kChunk));
+    give_back(first, end - first, retain_);
 }
 
 int64_t Arena::offset_of(const void* ptr, size_t bytes) const {

@@ -147,6 +147,8 @@ void copy_bytes(uintptr_t target, uintptr_t source, size_t bytes, bool nontempor
 }  // namespace
 
 NB_MODULE(_native, m) {
+    // Whoever keeps a group to the end of the process, as compilers' caches do, would get a page of warnings.
+    nb::set_leak_warnings(false);
     for (auto& entry : error_classes) {
         const std::string qualified = std::string("cam_kernels._native.") + entry.name;
         entry.type = PyErr_NewException(qualified.c_str(), nullptr, nullptr);
@@ -202,9 +204,11 @@ NB_MODULE(_native, m) {
         .def("barrier", &Endpoint::barrier, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("exchange", &bind_exchange, "payloads"_a, "operation"_a, "timeout_s"_a)
         .def("close", &Endpoint::close)
+        .def("abort", &Endpoint::abort, "message"_a)
         .def("stats", &stats_dict)
         .def_prop_ro("isa", [](Endpoint& endpoint) { return std::string(endpoint.rows().isa); });
     bind_ep(endpoint);
+    bind_collectives(m, endpoint);
     bind_kv(m);
 }
 

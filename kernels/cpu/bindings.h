@@ -32,6 +32,7 @@ const T* pointer(uintptr_t address) {
 
 // Each job's bindings, in a file of their own.
 void bind_ep(nb::class_<Endpoint>& endpoint);
+void bind_collectives(nb::module_& m, nb::class_<Endpoint>& endpoint);
 void bind_kv(nb::module_& m);
 
 }  // namespace cam

@@ -1,35 +1,19 @@
 #include "endpoint.h"
 
 #include <fcntl.h>
-#include <linux/futex.h>
 #include <poll.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+
+#include "futex.h"
 
 namespace cam {
 namespace {
 
 // How long a sleeping waiter goes without looking after its peers. Bounds how late a death is noticed.
 constexpr std::chrono::milliseconds kSlice{50};
-
-inline void cpu_relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-// Shared futexes (not FUTEX_PRIVATE_FLAG): the word lies in memory that other processes map elsewhere.
-void futex_wait(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds timeout) {
-    const timespec limit{timeout.count() / 1'000'000'000, timeout.count() % 1'000'000'000};
-    syscall(SYS_futex, &word, FUTEX_WAIT, expected, &limit, nullptr, 0);
-}
-
-void futex_wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, 1, nullptr, nullptr, 0); }
 
 double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
 
@@ -63,6 +47,22 @@ const char* operation_name(Operation operation) {
             return "scatter";
         case Operation::route:
             return "route";
+        case Operation::all_reduce:
+            return "all_reduce";
+        case Operation::reduce:
+            return "reduce";
+        case Operation::reduce_scatter:
+            return "reduce_scatter";
+        case Operation::all_gather:
+            return "all_gather";
+        case Operation::broadcast:
+            return "broadcast";
+        case Operation::gather:
+            return "gather";
+        case Operation::scatter_parts:
+            return "scatter";
+        case Operation::all_to_all:
+            return "all_to_all";
     }
     return "unknown operation";
 }
@@ -113,6 +113,7 @@ Endpoint::Endpoint(int rank, std::shared_ptr<Arena> arena, const std::vector<int
       options_(std::move(options)),
       pool_(std::make_unique<Pool>(options_.threads)),
       rows_(&row_kernels(options_.isa)),
+      reductions_(&reduce_kernels(options_.isa)),
       owner_(getpid()) {
     if (rank < 0 || rank >= world_ || peer_pidfds.size() != peer_fds.size()) {
         bad_input("rank " + std::to_string(rank) + " with " + std::to_string(peer_fds.size()) + " windows and " +
@@ -201,6 +202,12 @@ void Endpoint::abort_group(const Error& error) {
     wake_all();
 }
 
+void Endpoint::abort(const std::string& message) {
+    Error error(Failure::aborted, message);
+    error.operation = "abort";
+    abort_group(error);
+}
+
 // A peer gave up. Its reason is ours too, unless we are the one it gave up on.
 void Endpoint::raise_from(int peer) const {
     const AbortRecord& record = segments_[peer]->control().abort;
@@ -219,13 +226,18 @@ void Endpoint::raise_from(int peer) const {
     throw error;
 }
 
+bool Endpoint::gone(int peer) const {
+    return segments_[peer]->control().state.load(std::memory_order_acquire) == State::closed ||
+           process_ended(pidfds_[peer]);
+}
+
 void Endpoint::watch(const std::vector<int>& pending, Clock::time_point since) {
     for (int peer = 0; peer < world_; ++peer) {
         if (segments_[peer]->control().state.load(std::memory_order_acquire) == State::aborted) raise_from(peer);
     }
     for (int peer : pending) {
+        if (!gone(peer)) continue;
         const bool left = segments_[peer]->control().state.load(std::memory_order_acquire) == State::closed;
-        if (!left && !process_ended(pidfds_[peer])) continue;
         // It may have sent its message and then ended: what has arrived counts.
         if (arrived(peer)) continue;
         Error error(Failure::peer_died,
@@ -234,11 +246,10 @@ void Endpoint::watch(const std::vector<int>& pending, Clock::time_point since) {
         error.waited_s = seconds(Clock::now() - since);
         throw error;
     }
-    if (options_.check_interrupt) options_.check_interrupt();
 }
 
 Collective::Collective(Endpoint& endpoint, Operation operation, double timeout_s)
-    : endpoint_(endpoint), operation_(operation), started_(Clock::now()) {
+    : endpoint_(endpoint), operation_(operation), name_(operation_name(operation)), started_(Clock::now()) {
     // A century is as good as for ever, and does not overflow.
     const double bounded = std::clamp(timeout_s, 0.0, 3e9);
     deadline_ = started_ + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
@@ -318,6 +329,7 @@ void Collective::wait_all() {
         const auto now = Clock::now();
         if (now >= next_watch) {
             e.watch(pending, since);
+            if (e.options_.check_interrupt) e.options_.check_interrupt();
             next_watch = now + kSlice;
         }
         if (now >= deadline_) {
@@ -332,6 +344,8 @@ void Collective::wait_all() {
             futex_wait(missing, count,
                        std::max<Clock::duration>(std::min(next_watch, deadline_) - now, Clock::duration(1)));
             look();
+            // Woken, but not by the last message: a peer may have left or given up.
+            if (!pending.empty() && missing.load(std::memory_order_relaxed) == 0) e.watch(pending, since);
         }
         missing.store(0, std::memory_order_relaxed);
     }
@@ -405,6 +419,7 @@ std::vector<std::string> Endpoint::exchange(const std::vector<std::string_view>&
     };
     constexpr size_t kPiece = kSlotCapacity - sizeof(Head);
     return run_collective(*this, Operation::exchange, timeout_s, [&](Collective& call) {
+        call.set_name(name);
         Head mine;
         copy_text(mine.name, sizeof mine.name, name);
         for (const auto& payload : payloads) mine.longest = std::max<uint64_t>(mine.longest, payload.size());

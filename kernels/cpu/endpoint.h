@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "elements.h"
 #include "errors.h"
 #include "pool.h"
 #include "rows.h"
@@ -52,7 +53,22 @@ struct Signature {
     static std::string show(int field, int64_t value);
 };
 
-enum class Operation : uint32_t { barrier = 1, exchange, dispatch, combine, scatter, route };
+enum class Operation : uint32_t {
+    barrier = 1,
+    exchange,
+    dispatch,
+    combine,
+    scatter,
+    route,
+    all_reduce,
+    reduce,
+    reduce_scatter,
+    all_gather,
+    broadcast,
+    gather,
+    scatter_parts,
+    all_to_all
+};
 const char* operation_name(Operation operation);
 
 struct OperationStats {
@@ -60,12 +76,19 @@ struct OperationStats {
     double wait_s = 0, total_s = 0;
 };
 
+// Window memory of this rank that its peers read between two rounds: two halves, used alternately (see staged.h).
+struct Staging {
+    std::shared_ptr<Block> block;
+    size_t half = 0;
+    std::shared_ptr<Block> retired;  // a smaller one that slow peers may still read
+};
+
 struct EndpointOptions {
     int spin_us = 50;
     int threads = 1;
     std::string isa = "auto";
     size_t nontemporal_threshold = 0;
-    std::function<void()> check_interrupt;  // may throw Error(interrupted); called about ten times a second
+    std::function<void()> check_interrupt;  // may throw what ends the wait; called about twenty times a second
 };
 
 class Endpoint {
@@ -81,26 +104,40 @@ public:
     Arena& arena() { return *arena_; }
     Pool& pool() { return *pool_; }
     const RowKernels& rows() const { return *rows_; }
+    const ReduceKernels& reductions() const { return *reductions_; }
     size_t nontemporal_threshold() const { return options_.nontemporal_threshold; }
     std::byte* peer_base(int peer) const { return segments_[peer]->base(); }
     size_t peer_bytes(int peer) const { return segments_[peer]->bytes(); }
+    Control& control(int peer) const { return segments_[peer]->control(); }
+    uint64_t round() const { return round_; }
+    Staging& staging() { return staging_; }
+    // Throws if the group is closed or broken.
+    void check_usable() const;
+    // Whether a peer's process has ended or has left the group.
+    bool gone(int peer) const;
+    // Raises what a peer that gave up wrote down.
+    [[noreturn]] void raise_from(int peer) const;
+    void check_interrupt() const {
+        if (options_.check_interrupt) options_.check_interrupt();
+    }
+    int spin_us() const { return options_.spin_us; }
 
     void barrier(double timeout_s);
     // payloads[r] goes to rank r; returns what each rank sent here. All ranks give the same name.
     std::vector<std::string> exchange(const std::vector<std::string_view>& payloads, const std::string& name,
                                       double timeout_s);
     void close();
+    // Breaks the group on purpose, from any thread: waits end here and at the peers, with this message.
+    void abort(const std::string& message);
     std::map<std::string, OperationStats> stats() const;  // from any thread
 
 private:
     friend class Collective;
-    void check_usable() const;
     void ring_all();
     void wake_all();
     // Throws if a peer gave up, or if one of `pending` is dead or has left without its message for this round.
     void watch(const std::vector<int>& pending, Clock::time_point since);
     bool arrived(int peer) const;
-    [[noreturn]] void raise_from(int peer) const;
     void abort_group(const Error& error);
 
     int rank_, world_;
@@ -110,6 +147,8 @@ private:
     EndpointOptions options_;
     std::unique_ptr<Pool> pool_;
     const RowKernels* rows_;
+    const ReduceKernels* reductions_;
+    Staging staging_;
     uint64_t round_ = 0;
     pid_t owner_;
     mutable std::mutex stats_mutex_;
@@ -183,6 +222,8 @@ public:
 
     // Memory that peers may write to during this call: never reused if the call breaks.
     void lend(const std::shared_ptr<Block>& block) { lent_.push_back(block); }
+    // What errors call the operation, where that says more than its kind.
+    void set_name(std::string name) { name_ = std::move(name); }
     void add_bytes(int64_t bytes) { bytes_ += bytes; }
     Endpoint& endpoint() { return endpoint_; }
 
@@ -196,6 +237,7 @@ private:
 
     Endpoint& endpoint_;
     Operation operation_;
+    std::string name_;
     Clock::time_point started_, deadline_;
     const char* phase_ = "";
     uint32_t phase_index_ = 0;
@@ -215,7 +257,7 @@ auto run_collective(Endpoint& endpoint, Operation operation, double timeout_s, B
         collective.settle();
         return result;
     } catch (Error& error) {
-        if (error.operation.empty()) error.operation = operation_name(operation);
+        if (error.operation.empty()) error.operation = collective.name_;
         if (error.phase.empty()) error.phase = collective.phase_;
         if (collective.published_ && !collective.agreed_) collective.broke(error);
         throw;

@@ -19,7 +19,6 @@ enum class Failure : uint32_t {
     parameter_mismatch = 4,  // ranks called one collective with different parameters
     out_of_memory = 5,       // some rank's window cannot hold the result
     bad_input = 6,           // this rank's own arguments are wrong; nothing was sent
-    interrupted = 7,         // a signal handler (Ctrl-C) raised while we waited
 };
 
 struct Error : std::exception {

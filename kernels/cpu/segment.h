@@ -37,6 +37,10 @@ struct AbortRecord {
 struct Control {
     alignas(kCacheLine) std::atomic<uint32_t> missing;  // futex word: messages that the sleeping owner waits for
     alignas(kCacheLine) std::atomic<State> state;
+    // Messages between two ranks (channels.h): where the owner's outbox is (0: nothing was ever sent), and the futex
+    // word of those of the owner's threads that wait for a message.
+    alignas(kCacheLine) std::atomic<uint64_t> outbox;
+    alignas(kCacheLine) std::atomic<uint32_t> receiving;
     alignas(kCacheLine) AbortRecord abort;
 };
 static_assert(sizeof(Control) + 64 <= kPage);

@@ -88,3 +88,9 @@ def test_errors_name_what_is_wrong() -> None:
             assert "no-such-group" in messages["unknown group"]
             assert "num_ranks" in messages["ranks"]
             assert "3" in messages["ranks"]
+
+
+def test_scales_are_float32_whatever_the_default() -> None:
+    with Ranks(2) as ranks:
+        first, second = ranks.run(umdk.scales_without_quant)
+    assert (first, second) == (("torch.float32", [1.0]), ("torch.float32", []))

@@ -46,3 +46,19 @@ def errors(group: Any) -> dict[str, str]:
         except Exception as error:
             seen[what] = str(error)
     return seen
+
+
+def scales_without_quant(group: Any) -> tuple[str, list[float]]:
+    """The contract's float32 ones, while a model is loaded as bf16."""
+    import umdk_cam_op_lib  # noqa: F401
+
+    ops, idx, weights = torch.ops.umdk_cam_op_lib, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    counts, position = ops.get_dispatch_layout(idx, 4, group.size)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        scales = ops.moe_dispatch_prefill(
+            torch.ones(2, 8), idx, weights, counts, position, group.name, group.rank, group.size, False
+        )[1]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return str(scales.dtype), scales.unique().tolist()

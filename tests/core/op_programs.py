@@ -1,5 +1,6 @@
 """What ranks run in test_ops.py."""
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -54,9 +55,9 @@ def op_calls(group: Any, layout: str) -> dict[str, list[tuple[Any, ...]]]:
     ]
     n = rows.shape[0]
     calls["cam::ep_scatter"] = [
-        (leaf, None, route, counts, None, None, None, n, name, layout, "none", alignment, wait),
-        (x, None, route, counts, None, None, None, n, name, layout, "int8", alignment, wait),
-        (*pair, route, counts, None, None, None, n, name, layout, "none", alignment, wait),
+        (leaf, None, route, counts, None, None, None, anchor, n, name, layout, "none", alignment, wait),
+        (x, None, route, counts, None, None, None, None, n, name, layout, "int8", alignment, wait),
+        (*pair, route, counts, None, None, None, None, n, name, layout, "none", alignment, wait),
         (
             x,
             None,
@@ -65,6 +66,7 @@ def op_calls(group: Any, layout: str) -> dict[str, list[tuple[Any, ...]]]:
             None if by_k is None else weights,
             rows,
             weights,
+            None,
             n,
             name,
             layout,
@@ -240,3 +242,142 @@ def repeated_gradient(group: Any, layout: str) -> list[float]:
         copies = torch.tensor([sum(any(e in r for e in row) for r in ranges) for row in idx.tolist()])
     assert again.grad is not None
     return (again.grad - 3 * copies[:, None]).abs().sum(1).tolist()
+
+
+def repeated_without_experts(group: Any, layout: str) -> list[float]:
+    """As experts_not_called, along an earlier routing that had no gradients."""
+    buffer = cam.ep.Buffer(group, 2, layout=layout)
+    _, handle = buffer.dispatch(torch.zeros(3, 4), torch.zeros(3, 1, dtype=torch.int64))
+    x = torch.ones(3, 4, requires_grad=True)
+    recv, handle = buffer.dispatch(x, handle=handle)
+    y = recv.x * 2 if recv.x.shape[0] else torch.empty(0, 4)
+    buffer.combine(y, handle).sum().backward()
+    assert x.grad is not None
+    return x.grad.unique().tolist()
+
+
+def asynchronous_gradients(group: Any, layout: str, other_work: int, repeat: bool) -> list[list[float]]:
+    """Several asynchronous calls in one graph, to experts that live on one rank each, after as many autograd nodes of
+    this rank's own."""
+    buffer = cam.ep.Buffer(group, 2, layout=layout)
+    for _ in range(other_work):
+        torch.ones(1, requires_grad=True).neg()
+    leaves, outs = [], []
+    for step in range(4):
+        x = torch.ones(3, 4, requires_grad=True)
+        leaves.append(x)
+        recv, handle = buffer.dispatch_async(x, torch.full((3, 1), step % 2)).wait()
+        if repeat:
+            buffer.dispatch_async(torch.zeros(3, 4), handle=handle).wait()
+        y = recv.x * (step + 1) if recv.x.shape[0] else torch.empty(0, 4)
+        outs.append(buffer.combine_async(y, handle))
+    torch.stack([out.wait() for out in outs]).sum().backward()
+    return [x.grad.unique().tolist() for x in leaves if x.grad is not None]
+
+
+def opaque_rows_with_weight_gradients(group: Any, dtype: torch.dtype) -> list[float]:
+    """Rows that were quantised before have no gradients; their weights do."""
+    buffer = cam.ep.Buffer(group, EXPERTS, layout="rank")
+    values, scales = torch.zeros(6, 8).to(dtype), torch.ones(6, 1)
+    weights = torch.ones(6, TOPK, requires_grad=True)
+    idx = torch.arange(6 * TOPK).view(6, TOPK) % EXPERTS
+    recv, handle = buffer.dispatch((values, scales), idx, weights)
+    assert recv.topk_weights is not None
+    buffer.combine(recv.topk_weights.sum(1, keepdim=True).expand(-1, 8), handle).sum().backward()
+    assert weights.grad is not None
+    return weights.grad.unique().tolist()
+
+
+def gradients_for_what_has_none(group: Any) -> list[str]:
+    """Leaves whose gradient could only be dropped in silence."""
+    buffer, idx = cam.ep.Buffer(group, EXPERTS), torch.zeros(2, 1, dtype=torch.int64)
+    opaque = torch.zeros(2, 8, dtype=torch.float64, requires_grad=True)
+    scales = torch.ones(2, 1, requires_grad=True)
+    refused = []
+    for pair in ((opaque, scales.detach()), (torch.zeros(2, 8), scales)):
+        try:
+            buffer.dispatch(pair, idx)
+        except cam.InputError as error:
+            refused.append(str(error))
+        with torch.no_grad():
+            buffer.dispatch(pair, idx)
+    return refused
+
+
+def gradients_at_any_stride(group: Any, layout: str) -> list[bool]:
+    """The gradient of out is expanded (sum), transposed, or a slice; x is transposed."""
+    buffer = cam.ep.Buffer(group, EXPERTS, layout=layout)
+    columns, idx, _ = _inputs(group, 6)
+    factor = torch.rand(6, HIDDEN, generator=torch.Generator().manual_seed(1))
+    reduced = (
+        (lambda out: out.sum(), torch.ones(6, HIDDEN)),
+        (lambda out: out.mean(0).sum(), torch.full((6, HIDDEN), 1 / 6)),
+        (lambda out: (out.t() * factor.t()).sum(), factor),
+        (lambda out: out[:, ::2].sum(), (torch.arange(HIDDEN) % 2 == 0).float().expand(6, -1)),
+    )
+    equal = []
+    for reduce, gradient in reduced:
+        grads = []
+        for loss in (reduce, lambda out, g=gradient: (out * g).sum()):
+            x = columns.t().contiguous().t().requires_grad_()
+            recv, handle = buffer.dispatch(x, idx)
+            loss(buffer.combine(recv.x * 2, handle)).backward()
+            assert x.grad is not None
+            grads.append(x.grad)
+        equal.append(torch.equal(*grads))
+    return equal
+
+
+def under_another_default_dtype(group: Any) -> list[str]:
+    """The types of what has no input to take them from, while a model is loaded as bf16."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        x, idx = torch.ones(2, 8, dtype=torch.float32), torch.zeros(2, 1, dtype=torch.int64)
+        recv, handle = cam.ep.Buffer(group, EXPERTS, quant="int8").dispatch(x, idx)
+        assert recv.scales is not None
+        return [str(each.dtype) for each in (handle.anchor, recv.scales)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def release(group: Any) -> tuple[int, str]:
+    """(window blocks that a released handle holds, what it says when used)."""
+    buffer = cam.ep.Buffer(group, EXPERTS)
+    gc.collect()
+    before = group.memory()["blocks"]
+    recv, handle = buffer.dispatch(torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+    del recv
+    handle.release()
+    handle.release()
+    gc.collect()
+    held = group.memory()["blocks"] - before
+    try:
+        buffer.combine(torch.ones(0, 8), handle)
+    except cam.InputError as error:
+        return held, str(error)
+    return held, "no error"
+
+
+def compiled_with_graph_breaks(group: Any, layout: str) -> list[bool]:
+    """Dispatch, experts, combine, and the backward pass, with breaks between: the compiler sees each piece alone."""
+    buffer = cam.ep.Buffer(group, EXPERTS, layout=layout)
+
+    def step(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+        recv, handle = buffer.dispatch(x, idx, weights)
+        torch._dynamo.graph_break()
+        out = buffer.combine(recv.x * 2, handle)
+        again, handle = buffer.dispatch(x, handle=handle)
+        torch._dynamo.graph_break()
+        out = out + buffer.combine(again.x * 3, handle)
+        out.square().sum().backward()
+        return out.detach()
+
+    equal = []
+    for tokens in (3 + group.rank, 6, 2):
+        results = []
+        for call in (step, torch.compile(step, backend="aot_eager")):
+            x, idx, weights = _inputs(group, tokens)
+            x, weights = x.requires_grad_(), weights.requires_grad_()
+            results.append([call(x, idx, weights), x.grad, weights.grad])
+        equal.append(all(a is b is None or torch.equal(a, b) for a, b in zip(*results, strict=True)))
+    return equal

@@ -84,6 +84,20 @@ def test_unknown_variable_names_the_near_miss(monkeypatch: pytest.MonkeyPatch) -
         cam.Config()
 
 
+def test_a_variable_that_an_installed_adapter_announces_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CAM_SOMEADAPTER", "1")
+    with pytest.raises(cam.ConfigError, match="CAM_SOMEADAPTER"):
+        cam.Config()
+    installed = tmp_path / "cam_someadapter-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: cam-someadapter\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[cam.variables]\nCAM_SOMEADAPTER = cam_someadapter\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cam.Config()
+
+
 def test_unknown_key_of_a_file_names_the_near_miss(tmp_path: Path) -> None:
     path = tmp_path / "cam.yaml"
     path.write_text("spinus: 3\n")

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 import cam
-from tests.launcher import Ranks
+from tests.launcher import Ranks, reached
 
 
 def exchange_rounds(group: cam.Group, rounds: int) -> None:
@@ -141,3 +141,23 @@ def test_threads_take_turns() -> None:
     """All threads do the same, so any order of turns pairs up; unserialised, pairs would come apart."""
     with Ranks(2) as ranks:
         ranks.run(threads_in_turn, 4, 50)
+
+
+def exchange_with_the_dead(group: cam.Group) -> tuple[str, str]:
+    reached("begun")
+    if group.rank == 1:
+        signal.pause()
+    with pytest.raises(cam.PeerLost) as caught:
+        group.exchange([b""] * group.size, operation="handshake")
+    return caught.value.operation, str(caught.value)
+
+
+def test_an_exchange_is_named_in_its_errors() -> None:
+    with Ranks(3) as ranks:
+        run = ranks.start(exchange_with_the_dead)
+        run.wait_reached(1, "begun")
+        ranks.kill(1)
+        first, _, third = run.join(expect_errors=True)
+    for operation, message in (first, third):
+        assert operation == "handshake"
+        assert "handshake (payloads): rank 1" in message

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.core import op_programs
-from tests.launcher import Ranks
+from tests.launcher import PerRank, Ranks
 
 in_layouts = pytest.mark.parametrize("layout", ["expert", "rank"])
 
@@ -83,3 +84,55 @@ def test_a_rank_whose_experts_are_not_called_joins_the_backward_pass(layout: str
 def test_gradients_of_a_repeated_dispatch(layout: str) -> None:
     with Ranks(2) as ranks:
         assert ranks.run(op_programs.repeated_gradient, layout) == [[0.0] * 4] * 2
+
+
+@in_layouts
+def test_a_repeated_dispatch_joins_the_backward_pass_without_its_experts(layout: str) -> None:
+    with Ranks(2, timeout_s=5) as ranks:
+        assert ranks.run(op_programs.repeated_without_experts, layout) == [[2.0], [2.0]]
+
+
+@in_layouts
+@pytest.mark.parametrize("repeat", [False, True], ids=["", "repeated"])
+@pytest.mark.parametrize("other_work", [(0, 0), (1000, 0), (0, 1000)])
+def test_asynchronous_calls_have_their_place_in_the_backward_pass(
+    layout: str, other_work: tuple[int, int], repeat: bool
+) -> None:
+    with Ranks(2, timeout_s=5) as ranks:
+        grads = ranks.run(op_programs.asynchronous_gradients, layout, PerRank(other_work), repeat)
+    assert grads == [[[1.0], [2.0], [3.0], [4.0]]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float64, torch.int8], ids=str)
+def test_weights_of_opaque_rows_have_gradients(dtype: torch.dtype) -> None:
+    with Ranks(2) as ranks:
+        assert ranks.run(op_programs.opaque_rows_with_weight_gradients, dtype) == [[8.0], [8.0]]
+
+
+def test_gradients_that_would_be_dropped_are_refused() -> None:
+    with Ranks(2) as ranks:
+        for opaque, scales in ranks.run(op_programs.gradients_for_what_has_none):
+            assert "float64 values" in opaque
+            assert "scales" in scales
+
+
+@in_layouts
+def test_gradients_at_any_stride(layout: str) -> None:
+    with Ranks(2) as ranks:
+        assert ranks.run(op_programs.gradients_at_any_stride, layout) == [[True] * 4] * 2
+
+
+def test_the_default_dtype_changes_nothing() -> None:
+    with Ranks(2) as ranks:
+        assert ranks.run(op_programs.under_another_default_dtype) == [["torch.float32"] * 2] * 2
+
+
+def test_a_released_handle_holds_nothing() -> None:
+    with Ranks(2) as ranks:
+        assert ranks.run(op_programs.release) == [(0, "this handle has been released")] * 2
+
+
+@in_layouts
+def test_compiled_with_graph_breaks(layout: str) -> None:
+    with Ranks(2) as ranks:
+        assert ranks.run(op_programs.compiled_with_graph_breaks, layout) == [[True] * 3] * 2

@@ -102,6 +102,34 @@ def test_no_more_free_pages_are_kept_than_asked() -> None:
     assert arena.stats()["resident"] <= 4 * MIB + 256 * KIB
 
 
+def test_small_blocks_give_the_pages_back_that_they_shared() -> None:
+    arena = make(64 * MIB, retain=0)
+    blocks = [arena.empty((200 * KIB,), "uint8") for _ in range(100)]
+    assert arena.stats()["resident"] >= 100 * 200 * KIB
+    while blocks:
+        del blocks[len(blocks) // 2]
+        gc.collect()
+    assert arena.stats()["resident"] == 0
+
+
+@pytest.mark.parametrize("size", [8 * MIB, 101 * MIB])
+def test_all_of_the_limit_can_be_had(size: int) -> None:
+    arena = make(size)
+    block = arena.empty((size - 4,), "uint8")
+    with pytest.raises(native.OutOfMemory):
+        arena.empty((65,), "uint8")
+    del block
+    gc.collect()
+    assert arena.stats()["allocated"] == 0
+
+
+@pytest.mark.parametrize("elements", [(1 << 62) - 1, 1 << 60, 3 * MIB])
+def test_what_exceeds_the_limit_is_refused_however_large(arena: native.Arena, elements: int) -> None:
+    with pytest.raises(native.OutOfMemory):
+        arena.empty((elements,), "float32")
+    assert arena.stats()["allocated"] == 0
+
+
 @pytest.mark.parametrize("shape", [(-1,), (1 << 40, 1 << 40)])
 def test_impossible_shapes_are_refused(arena: native.Arena, shape: tuple[int, ...]) -> None:
     with pytest.raises(native.BadInput):

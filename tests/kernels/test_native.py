@@ -7,6 +7,8 @@ import gc
 import os
 import select
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -243,3 +245,15 @@ def test_a_forked_child_can_drop_an_endpoint_with_threads() -> None:
         status = os.waitpid(pid, 0)[1]
     assert os.waitstatus_to_exitcode(status) == 0
     end.barrier(1.0)
+
+
+def test_an_object_that_lives_to_the_end_is_no_leak() -> None:
+    program = """
+import ctypes, os
+import cam_kernels as native
+fd = os.memfd_create("kept")
+os.ftruncate(fd, native.control_bytes(1) + (1 << 20))
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(native.Arena(fd, 1, 1 << 20, 0)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

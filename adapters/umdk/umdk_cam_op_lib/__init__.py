@@ -97,7 +97,7 @@ def moe_dispatch_prefill(
     )
     return (
         recv_x,
-        scales if use_quant else torch.ones(recv_x.shape[0]),
+        scales if use_quant else torch.ones(recv_x.shape[0], dtype=torch.float32),
         source.flatten(),
         source_counts.flatten().cumsum(0).to(torch.int32),
         expert_counts,

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from cam.bench import tether
-from cam.bench.world import EVENT_MARK, WorldSpec
+from cam.bench.world import EVENT_MARK
 from cam.errors import CamError
 
 _GRACE_S = 3.0
@@ -69,18 +69,39 @@ def mpirun_command(version: str, ranks: int, *, crowded: bool) -> list[str]:
     return command
 
 
+class Spec(Protocol):
+    """What the ranks of one group are told. directory: for the rendezvous and the start line. mpi: start with MPI."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def directory(self) -> str: ...
+
+    @property
+    def mpi(self) -> bool: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
 def run_world(
-    spec: WorldSpec, on_event: Callable[[Event], None], *, mpi: Mpi, crowded: bool, patience_s: float
+    spec: Spec,
+    on_event: Callable[[Event], None],
+    *,
+    mpi: Mpi,
+    crowded: bool,
+    patience_s: float,
+    worker: str = "cam.bench.worker",
 ) -> None:
     """Runs all cases of one group. on_event gets each event of rank 0 (see worker).
 
-    patience_s: the longest time between two events. Raises BenchFailed.
+    patience_s: the longest time between two events. worker: the module that each rank runs. Raises BenchFailed.
     """
     directory = Path(spec.directory)
     spec_path = directory / f"spec-{spec.ranks}.json"
     spec_path.write_text(json.dumps(spec.to_json()))
     with open(directory / f"stderr-{spec.ranks}", "w+b") as errors:
-        processes = _start(spec, spec_path, mpi, errors, crowded)
+        processes = _start(spec, spec_path, mpi, errors, crowded, worker)
         try:
             _listen(processes, on_event, patience_s, spec.ranks)
         except BenchFailed as error:
@@ -92,11 +113,11 @@ def run_world(
 
 
 def _start(
-    spec: WorldSpec, spec_path: Path, mpi: Mpi, errors: IO[bytes], crowded: bool
+    spec: Spec, spec_path: Path, mpi: Mpi, errors: IO[bytes], crowded: bool, module: str
 ) -> list[subprocess.Popen[bytes]]:
     tie = [sys.executable, tether.__file__]
     tied = [*tie, str(os.getpid())]
-    worker = [sys.executable, "-m", "cam.bench.worker", str(spec_path)]
+    worker = [sys.executable, "-m", module, str(spec_path)]
     # Gloo otherwise resolves the host's name, which in a container may lead nowhere.
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
     if spec.mpi and mpi.version is not None:

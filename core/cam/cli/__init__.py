@@ -4,7 +4,7 @@ measures.
 
 import typer
 
-from cam.cli import bench, demo, doctor
+from cam.cli import bench, bench_collectives, demo, doctor
 
 app = typer.Typer(
     name="cam",
@@ -17,4 +17,5 @@ app = typer.Typer(
 )
 app.command("doctor")(doctor.command)
 app.command("demo")(demo.command)
+bench.app.command("collectives")(bench_collectives.command)
 app.add_typer(bench.app, name="bench")

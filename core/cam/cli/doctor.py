@@ -16,6 +16,7 @@ import torch.distributed as dist
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import cam
@@ -24,6 +25,7 @@ from cam.bench import machine
 from cam.bench.launch import Mpi
 from cam.config import Config
 from cam.errors import CamError, ConfigError
+from cam.npu import status as npu
 
 #: Found to be missing, and why: raised by the checks below.
 Problem = (OSError, RuntimeError, ImportError, AttributeError, CamError)
@@ -51,7 +53,8 @@ def command() -> None:
         console.print("[bold red]Configuration[/bold red]: ", end="")
         console.print(str(error), markup=False, highlight=False)
         sound = False
-    console.print("CAM serves the CPU. No other device was looked for: none is served yet.", style="dim")
+    console.print(_npu_table())
+    console.print(f"CAM serves the CPU, and Ascend NPUs with torch_npu. {npu.NOT_RUN}", style="dim")
     if not sound:
         console.print("[bold red]CAM cannot work here[/bold red]: see above.")
         raise typer.Exit(1)
@@ -218,6 +221,13 @@ def _machine_table() -> Table:
     private, shared = about["transparent_hugepages"], about["shared_memory_hugepages"]
     table.add_row("huge pages", f"private memory: {private}, shared memory: {shared}")
     table.add_row("/dev/shm", f"{_dev_shm()} (not needed)")
+    return table
+
+
+def _npu_table() -> Table:
+    table = _pairs("Ascend NPU")
+    for what, found in npu.lines():
+        table.add_row(what, escape(found))
     return table
 
 

@@ -7,14 +7,17 @@ import torch
 from torch import Tensor
 
 from cam.deadline import seconds
+from cam.ep import npu
 from cam.ep.pending import Pending
 from cam.ep.received import Handle, Received
 from cam.errors import InputError
 from cam.group import Group
+from cam.npu import status
+from cam.npu.expert_parallel import NpuExpertParallel
 from cam.ops import ep as _ops  # noqa: F401  # registers torch.ops.cam.ep_*
+from cam.ops.ep_autograd import ROW_DTYPES
 from cam.ops.placement import expert_range
 
-ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: What a handle's buffer and the buffer that uses it must have in common.
 _TRAITS = ("group", "num_experts", "layout", "expert_alignment")
 Timeout = float | timedelta | None
@@ -24,7 +27,8 @@ Rows = Tensor | tuple[Tensor, Tensor]
 class Buffer:
     """MoE dispatch and combine over a group.
 
-    group: all its ranks must share this host's memory, else NotReachable.
+    group: all its ranks must share this host's memory, else NotReachable. On Ascend NPUs (x on "npu") rows go over HCCL
+        instead, the group must be made from a process group, and what NPUs do not have is refused: cam.npu.
     num_experts: E. Experts live contiguously on the ranks; where E does not divide, the first ranks own one more.
     layout: "expert" sends one row per (token, k), grouped by local expert: what grouped matmuls want. "rank" sends each
         token once to every rank that has any of its experts, with local top-k indices and weights: fewer bytes; the
@@ -63,7 +67,9 @@ class Buffer:
             )
         if max_tokens is not None and max_tokens < 0:
             raise InputError(f"max_tokens must be >= 0 or None, got {max_tokens}")
-        group.endpoint  # noqa: B018  # raises NotReachable now rather than in the first dispatch
+        if not status.present():
+            group.endpoint  # noqa: B018  # raises NotReachable now rather than in the first dispatch
+        self._npu: NpuExpertParallel | None = None
         self.group = group
         self.num_experts = num_experts
         self.layout = layout
@@ -126,6 +132,10 @@ class Buffer:
         if topk_idx is None:
             raise InputError("dispatch needs topk_idx, or the handle of an earlier dispatch")
         self._check_routing(values.shape[0], topk_idx, topk_weights, active_mask)
+        if values.device.type == "npu":
+            if scales is not None:
+                raise InputError("rows that are quantised already cannot be forwarded on NPUs: use quant='int8'")
+            return npu.dispatch(self._on_npu(timeout), values, topk_idx, topk_weights, active_mask, self._traits)
         rows, row_scales, source, idx, weights, counts, source_counts, route, anchor = torch.ops.cam.ep_dispatch(
             values,
             scales,
@@ -166,10 +176,13 @@ class Buffer:
     ) -> tuple[Received, Handle]:
         if topk_idx is not None or topk_weights is not None or active_mask is not None:
             raise InputError("dispatch(handle=...) repeats a routing: topk_idx, topk_weights, active_mask must be None")
+        if isinstance(handle, npu.NpuHandle):
+            raise InputError("dispatch(handle=...) is not available on NPUs: pass the routing again")
         route = self._route(handle)
         if values.shape[0] != route.shape[0]:
             raise InputError(f"x has {values.shape[0]} tokens; the handle is of a dispatch of {route.shape[0]}")
-        rows, row_scales, _, _ = torch.ops.cam.ep_scatter(
+        differentiable = torch.is_grad_enabled() and values.requires_grad
+        rows, row_scales, _, _, anchor = torch.ops.cam.ep_scatter(
             values,
             scales,
             route,
@@ -177,6 +190,7 @@ class Buffer:
             None,
             None,
             None,
+            handle.anchor if differentiable else None,
             handle.rows,
             self.group.name,
             self.layout,
@@ -195,7 +209,7 @@ class Buffer:
             idx,
             weights,
         )
-        return received, handle
+        return received, handle.continued(anchor) if differentiable else handle
 
     def _check_rows(self, values: Tensor, scales: Tensor | None) -> None:
         if values.dim() != 2:
@@ -213,6 +227,12 @@ class Buffer:
                 raise InputError(
                     f"scales must be [{values.shape[0]}, S] or [{values.shape[0]}] like the values' rows, got shape "
                     f"{tuple(scales.shape)}"
+                )
+            opaque = values.requires_grad and values.dtype not in ROW_DTYPES
+            if (opaque or scales.requires_grad) and torch.is_grad_enabled():
+                raise InputError(
+                    f"{'scales' if scales.requires_grad else f'{values.dtype} values'} that are forwarded carry no "
+                    "gradient, but they require one: pass them detached"
                 )
         if self.quant is not None and values.requires_grad and torch.is_grad_enabled():
             raise InputError(
@@ -309,6 +329,9 @@ class Buffer:
                     f"topk_weights must be {list(shape)} float32, one per received row, got "
                     f"{tuple(topk_weights.shape)} {topk_weights.dtype}"
                 )
+        if isinstance(handle, npu.NpuHandle):
+            result = npu.combine(self._on_npu(timeout), y, handle, topk_weights, bias, apply)
+            return result[0] if topk_weights is None else result
         out, combined = torch.ops.cam.ep_combine(
             y,
             route,
@@ -334,6 +357,15 @@ class Buffer:
                 )
         return handle.route
 
+    def _on_npu(self, timeout: Timeout) -> NpuExpertParallel:
+        if timeout is not None:
+            raise InputError("timeout= is not available on NPUs: the process group's own applies")
+        if self._npu is None:
+            self._npu = npu.open_npu(
+                self.group, self.num_experts, self.layout, self.quant, self.expert_alignment, self.max_tokens
+            )
+        return self._npu
+
     # --- asynchronous ---------------------------------------------------------------------------------------
 
     def dispatch_async(
@@ -350,6 +382,8 @@ class Buffer:
         return Pending(
             self.group,
             lambda: self.dispatch(x, topk_idx, topk_weights, active_mask=active_mask, handle=handle, timeout=timeout),
+            # A repetition without gradients returns the old anchor, whose place in the program is another.
+            lambda result: result[0].x if result[1] is handle else result[1].anchor,
         )
 
     def combine_async(
@@ -368,6 +402,7 @@ class Buffer:
             lambda: self.combine(
                 y, handle, topk_weights=topk_weights, bias=bias, apply_weights=apply_weights, timeout=timeout
             ),
+            lambda result: result if isinstance(result, Tensor) else result[0],
         )
 
 

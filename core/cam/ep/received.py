@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from cam.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +68,15 @@ class Handle:
         #: The buffer's group, num_experts, layout and expert_alignment: with others it would lead elsewhere.
         self.made_by = made_by
 
+    def continued(self, anchor: Tensor) -> "Handle":
+        """The same routing, for rows whose gradients go through `anchor`."""
+        if self.route is None:
+            raise InputError("this handle has been released")
+        return Handle(self.route, self.rows, self.expert_counts, self.topk_weights, anchor, self.received, self.made_by)
+
     def release(self) -> None:
+        nothing = torch.empty(0)
         self.route = self.topk_weights = None
+        self.expert_counts = self.anchor = nothing
+        self.received = (nothing, nothing, None, None)
         self.rows = 0

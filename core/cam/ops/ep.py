@@ -7,11 +7,15 @@ arguments, and ranks share the cache (hence `local_experts` and `ranks`).
     ep_dispatch   rows to the ranks of their experts
                   -> x, scales, source, topk_idx, topk_weights, expert_counts, source_counts, route, anchor
     ep_combine    weighted sum of the experts' rows, at the tokens' rank -> out, combined row weights
-    ep_scatter    rows along a known route (repeated dispatch, backward of combine) -> x, scales, dots, row values
+    ep_scatter    rows along a known route (repeated dispatch, backward of combine)
+                  -> x, scales, dots, row values, anchor
     ep_route      the route from the source triplets of received rows -> route
 
-`anchor` is an empty tensor that carries the autograd graph from a dispatch to its combine, so that every rank takes
-part in the backward pass even where no row came and the experts were not called.
+`anchor` is an empty tensor that carries the autograd graph from a dispatch, through its repetitions, to its combine, so
+that every rank takes part in the backward pass even where no row came and the experts were not called.
+
+torch.compile(fullgraph=True) traces them; torch 2.8 needs torch._dynamo.config.capture_dynamic_output_shape_ops = True,
+because the number of received rows depends on the routing.
 """
 
 import torch
@@ -33,8 +37,8 @@ _library.define(
 )
 _library.define(
     "ep_scatter(Tensor x, Tensor? scales, Tensor route, Tensor expert_counts, Tensor? topk_weights, Tensor? dot_with, "
-    "Tensor? token_values, SymInt rows, str group, str layout, str quant, int alignment, float timeout) -> (Tensor x, "
-    "Tensor scales, Tensor dots, Tensor row_values)"
+    "Tensor? token_values, Tensor? anchor, SymInt rows, str group, str layout, str quant, int alignment, "
+    "float timeout) -> (Tensor x, Tensor scales, Tensor dots, Tensor row_values, Tensor anchor)"
 )
 _library.define("ep_route(Tensor source, SymInt tokens, SymInt topk, str group, float timeout) -> Tensor")
 
@@ -122,19 +126,20 @@ def _(
     topk_weights: Tensor | None,
     dot_with: Tensor | None,
     token_values: Tensor | None,
+    anchor: Tensor | None,
     rows: int,
     group: str,
     layout: str,
     quant: str,
     alignment: int,
     timeout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     values, row_scales = quantised(x, scales, quant, rows)
     row_values = x.new_empty(0, dtype=torch.float32)
     if token_values is not None:
         row_values = x.new_empty((rows, route.shape[1]) if layout == "rank" else (rows,), dtype=torch.float32)
     dots = x.new_empty(0 if dot_with is None else route.shape, dtype=torch.float32)
-    return values, row_scales, dots, row_values
+    return values, row_scales, dots, row_values, x.new_empty(0, dtype=torch.float32)
 
 
 @torch.library.register_fake("cam::ep_route", lib=_library)

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from cam.errors import CamError
 
+#: Rows that carry gradients: those that can be added up.
+ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 def _combine(
     rows: Tensor, row_weights: Tensor | None, route: Tensor, expert_counts: Tensor, ctx: Any
@@ -39,7 +42,7 @@ def _combine(
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, _, _, topk_weights, _, ctx.group, _, _, _, ctx.layout, ctx.quant, ctx.alignment, _, ctx.timeout = inputs
     ctx.weighted = topk_weights is not None
-    ctx.floating = ctx.quant == "none" and x.dtype.is_floating_point
+    ctx.floating = ctx.quant == "none" and x.dtype in ROW_DTYPES  # float8 "is floating point", and may yet be opaque
     ctx.save_for_backward(output[7], output[5], output[2])
 
 
@@ -50,7 +53,7 @@ def _dispatch_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, 
         grad_x = source.new_empty((source.shape[0], 0), dtype=torch.float32)
     out, weights = _combine(grad_x, grad_weights if ctx.weighted else None, route, expert_counts, ctx)
     return (
-        out if ctx.needs_input_grad[0] else None,
+        out if ctx.floating and ctx.needs_input_grad[0] else None,
         None,
         None,
         weights if ctx.needs_input_grad[3] else None,
@@ -81,7 +84,7 @@ def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _combine_backward(ctx: Any, grad_out: Tensor, grad_row_weights: Tensor) -> tuple[Tensor | None, ...]:
     route, expert_counts, topk_weights, y = ctx.saved_tensors
-    grad_y, _, dots, row_values = torch.ops.cam.ep_scatter(
+    grad_y, _, dots, row_values, _ = torch.ops.cam.ep_scatter(
         grad_out,
         None,
         route,
@@ -89,6 +92,7 @@ def _combine_backward(ctx: Any, grad_out: Tensor, grad_row_weights: Tensor) -> t
         topk_weights,
         y,
         grad_row_weights if ctx.with_row_weights else None,
+        None,
         ctx.rows,
         ctx.group,
         ctx.layout,
@@ -110,7 +114,7 @@ def _combine_backward(ctx: Any, grad_out: Tensor, grad_row_weights: Tensor) -> t
 
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, route, expert_counts, *values, _, ctx.group, ctx.layout, ctx.quant, ctx.alignment, ctx.timeout = inputs
+    _, _, route, expert_counts, *values, _, _, ctx.group, ctx.layout, ctx.quant, ctx.alignment, ctx.timeout = inputs
     ctx.plain = all(value is None for value in values)
     ctx.save_for_backward(route, expert_counts)
 
@@ -120,7 +124,8 @@ def _scatter_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise CamError("the gradients of combine have no gradients themselves (no double backward through combine)")
     route, expert_counts = ctx.saved_tensors
     out, _ = _combine(grads[0], None, route, expert_counts, ctx)
-    return (out, *[None] * 12)
+    anchor = out.new_zeros(0, dtype=torch.float32) if ctx.needs_input_grad[7] else None
+    return (out, *[None] * 6, anchor, *[None] * 6)
 
 
 def register(library: torch.library.Library) -> None:

@@ -11,6 +11,7 @@ from torch.utils.dlpack import from_dlpack
 from cam import registry
 from cam.errors import InputError
 from cam.ops.placement import expert_range
+from cam.ops.untraced import untraced
 
 #: Row types that the kernels compute with; all others travel as bytes.
 _ROW_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -28,7 +29,7 @@ def _row_arguments(x: Tensor) -> dict[str, Any]:
 
 
 #: Stands for the address of an empty tensor, which has none: the kernels take 0 for an argument that was not given.
-_NOTHING = torch.zeros(8)
+_NOTHING = torch.zeros(8, dtype=torch.float32, device="cpu")
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -66,7 +67,7 @@ def _scales(array: Any, like: Tensor | None, quant: str, rows: int) -> Tensor:
     if array is None:  # none, or of no bytes
         if like is not None:
             return like.new_empty((rows, *like.shape[1:]))
-        return torch.empty((rows, 0) if quant == "fp8" else 0)
+        return torch.empty((rows, 0) if quant == "fp8" else 0, dtype=torch.float32)
     scales = _tensor(array)
     if like is None:
         return scales
@@ -132,7 +133,7 @@ def dispatch(
         _tensor(expert_counts),
         _tensor(source_counts),
         _tensor(route),
-        torch.empty(0),
+        torch.empty(0, dtype=torch.float32),
     )
 
 
@@ -178,13 +179,14 @@ def scatter(
     topk_weights: Tensor | None,
     dot_with: Tensor | None,
     token_values: Tensor | None,
+    anchor: Tensor | None,
     rows: int,
     group: str,
     layout: str,
     quant: str,
     alignment: int,
     timeout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     members = registry.group(group)
     x, route, expert_counts = _rows(x), route.contiguous(), expert_counts.contiguous()
     scales, topk_weights = _contiguous(scales), _contiguous(topk_weights)
@@ -215,6 +217,7 @@ def scatter(
         _scales(row_scales, scales, quant, rows_out.shape[0]),
         _or_empty(dots, torch.float32),
         _or_empty(row_values, torch.float32),
+        torch.empty(0, dtype=torch.float32),
     )
 
 
@@ -226,8 +229,8 @@ def route(source: Tensor, tokens: int, topk: int, group: str, timeout: float) ->
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "ep_dispatch": dispatch,
-    "ep_combine": combine,
-    "ep_scatter": scatter,
-    "ep_route": route,
+    "ep_dispatch": untraced(dispatch),
+    "ep_combine": untraced(combine),
+    "ep_scatter": untraced(scatter),
+    "ep_route": untraced(route),
 }

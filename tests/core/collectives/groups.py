@@ -1,0 +1,34 @@
+"""Process groups inside a test's ranks: `cam` as the default group, and a gloo group of the same ranks beside it."""
+
+import itertools
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from tests.launcher import RankEnv
+
+TIMEOUT = timedelta(seconds=30)
+_gloo: list[dist.ProcessGroup] = []
+_generation = itertools.count()
+
+
+def join_cam(env: RankEnv, timeout: timedelta = TIMEOUT) -> None:
+    """The default group, made once per process, or again after leave()."""
+    if not dist.is_initialized():
+        store = dist.PrefixStore(f"collectives/{next(_generation)}", env.store)
+        dist.init_process_group("cam", store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+
+
+def join(env: RankEnv) -> dist.ProcessGroup:
+    """As join_cam; returns a gloo group of the same ranks."""
+    join_cam(env)
+    if not _gloo:
+        _gloo.append(dist.new_group(backend="gloo", timeout=TIMEOUT))
+    return _gloo[-1]
+
+
+def leave() -> None:
+    """For tests that break the group: the next test in these processes makes another."""
+    _gloo.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
