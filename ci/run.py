@@ -129,8 +129,8 @@ def _run(suite: Suite, item: TestSet, source: Path, work: Path, cam: Phase | Non
     command += [f"-p{plugin}" for plugin in plugins] + (["-k", item.select] if item.select else []) + list(item.files)
     begin = time.monotonic()
     with (results / "log").open("w") as log:
-        status = _wait(command, source / suite.folder, environment, log.fileno(), item.timeout_s)
-    outcome = _read(results, status, item.timeout_s)
+        status = wait(command, source / suite.folder, environment, log.fileno(), item.timeout_s)
+    outcome = read(results, status, item.timeout_s)
     outcome.seconds = time.monotonic() - begin
     return outcome
 
@@ -150,7 +150,7 @@ def _filled(environment: dict[str, str], work: Path) -> dict[str, str]:
     return {name: value.replace("{work}", str(work)) for name, value in environment.items()}
 
 
-def _wait(command: list[str], folder: Path, environment: dict[str, str], log: int, timeout_s: float) -> int | None:
+def wait(command: list[str], folder: Path, environment: dict[str, str], log: int, timeout_s: float) -> int | None:
     """pytest's exit status; None when it took too long. Whatever it started is gone afterwards."""
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -165,7 +165,7 @@ def _wait(command: list[str], folder: Path, environment: dict[str, str], log: in
         process.wait()
 
 
-def _read(results: Path, status: int | None, timeout_s: float) -> Outcome:
+def read(results: Path, status: int | None, timeout_s: float) -> Outcome:
     outcome = Outcome(log=results / "log")
     running, finished, start = "", False, 0
     spans: list[tuple[int, int]] = []

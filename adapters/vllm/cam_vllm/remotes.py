@@ -12,6 +12,9 @@ from cam_vllm.params import Agent, Offer
 
 logger = init_logger(f"vllm.{__name__}")
 
+#: Instances that are opened at the same time; one that does not answer holds a thread until the deadline.
+OPENING_THREADS = 4
+
 _Key = tuple[Agent, ...]
 
 
@@ -22,7 +25,7 @@ class Remotes:
         self._engine, self._transport, self._timeout_s = engine, transport, timeout_s
         self._lock = threading.Lock()
         self._open: dict[_Key, Future[kv.Remote]] = {}
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="cam-open")
+        self._threads = ThreadPoolExecutor(OPENING_THREADS, thread_name_prefix="cam-open")
 
     def get(self, offer: Offer) -> "Future[kv.Remote]":
         """The opened instance, now or later; raises CamError from the future. A dead or failed one is opened anew."""

@@ -14,7 +14,7 @@ from adapters.vllm.examples import tiny_models
 from adapters.vllm.tests.engines import EngineProcess
 
 TOKENS = 10
-LEASE_S = 4.0
+LEASE_S = 8.0
 TIMEOUT_S = 10.0
 
 pytestmark = pytest.mark.timeout(420)

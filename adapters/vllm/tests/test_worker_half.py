@@ -1,5 +1,6 @@
 """The worker half with real engines and caches, without a model: several ranks and instances in one process."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,7 @@ from cam_vllm import params
 from cam_vllm.metadata import CamMetadata, Load, Loan
 from cam_vllm.options import Options
 from cam_vllm.params import Agent
+from cam_vllm.remotes import OPENING_THREADS
 from cam_vllm.worker import CamWorker
 
 BLOCKS, HEADS, SIZE, WIDTH = 16, 4, 32, 32
@@ -104,7 +106,7 @@ class Instance:
             worker.close()
 
 
-def until(step: Callable[[], bool], within_s: float = 20) -> None:
+def until(step: Callable[[], bool], within_s: float = 60) -> None:
     end = time.monotonic() + within_s
     while not step():
         assert time.monotonic() < end, "took too long"
@@ -178,7 +180,6 @@ def test_a_reader_that_is_quicker_than_the_loan_loses_nothing(make: Make) -> Non
 def test_a_loan_that_nobody_fetches_ends(make: Make) -> None:
     prefill = make("prefill", extra={"lease_s": 0.3})
     prefill.lend("p", "lease")
-    assert not any(result.finished_sending for result in prefill.results())
     prefill.sent("p")
     stats = prefill.workers[0].stats.take()
     assert stats is not None
@@ -201,7 +202,7 @@ def test_an_instance_that_is_not_there_fails_the_load_in_time(make: Make) -> Non
     begin = time.monotonic()
     decode.load(Load("d", offer, (4,), tokens=SIZE))
     assert decode.received("d") == {4}
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 20
     stats = decode.workers[0].stats.take()
     assert stats is not None
     assert stats.data["counters"]["failed_loads"] == 1
@@ -236,11 +237,12 @@ def test_an_aborted_load_is_reported_once_and_not_as_failed(make: Make) -> None:
 def test_an_abort_before_the_instance_is_open_still_frees_both_sides(make: Make) -> None:
     prefill, decode = make("prefill"), make("decode")
     prefill.lend("p", "lease")
-    held = decode.workers[0]._remotes._threads.submit(time.sleep, 0.3)
-    other = decode.workers[0]._remotes._threads.submit(time.sleep, 0.3)
+    go_on = threading.Event()
+    for _ in range(OPENING_THREADS):
+        decode.workers[0]._remotes._threads.submit(go_on.wait, 60)
     decode.load(Load("d", prefill.offer("p", (5,), "lease"), (4,), tokens=SIZE))
     decode.results({"d"})  # cancelled while the opening waits for a thread
-    assert not held.done() or not other.done()
+    go_on.set()
     assert decode.received("d") == set()
     prefill.sent("p")
     assert not decode.full(LAYERS[0]).any()

@@ -42,6 +42,7 @@ class Link:
         self.why_not_unix = ""
         self._lock = threading.Lock()
         self._lost = ""
+        self._unanswered = 0  # answers come in the order of the questions
         self._closed = False
         self.pid: int | None = None
         self._pidfd = -1
@@ -58,7 +59,7 @@ class Link:
         self.name = self.engine_id
 
     def ask(self, message: m.Message, kind: type[A], deadline: Deadline, operation: str) -> A:
-        """Sends a question and waits for its answer. Raises Refused, PeerLost, Timeout (which breaks the link)."""
+        """Sends a question and waits for its answer. Raises Refused, PeerLost, Timeout."""
         return self.ask_with_descriptors(message, kind, deadline, operation)[0]
 
     def ask_with_descriptors(
@@ -137,19 +138,31 @@ class Link:
             raise self._broken(operation, self._lost or "the connection was closed here")
         try:
             stream.post(m.encode(message))
+            self._unanswered += 1
             while not stream.flush():
                 self._wait(select.POLLOUT, deadline, operation)
             while True:
                 data = stream.message()
                 if data is not None:
-                    return m.decode_from_host(data)
+                    answer = m.decode_from_host(data)
+                    self._unanswered -= 1
+                    if not self._unanswered:
+                        return answer
+                    self._discard(answer)
+                    continue
                 self._wait(select.POLLIN, deadline, operation)
-                if not stream.receive() and stream.message() is None:
+                if not stream.receive() and not stream.complete:
                     raise self._broken(operation, "it closed the connection")
         except CamError:  # before OSError: Timeout is both
             raise
         except (OSError, BadFrame, msgspec.MsgspecError) as error:
             raise self._broken(operation, f"the connection broke: {error}") from error
+
+    def _discard(self, answer: m.FromHost) -> None:
+        """To a question that somebody stopped waiting for."""
+        if isinstance(answer, m.OfferAnswer):
+            for fd in self._stream.take_descriptors(answer.fds):
+                os.close(fd)
 
     def _wait(self, event: int, deadline: Deadline, operation: str) -> None:
         poll = select.poll()
@@ -158,8 +171,6 @@ class Link:
             poll.register(self._pidfd, select.POLLIN)
         ready = poll.poll(max(1.0, deadline.left_s * 1000))
         if not ready:
-            # The answer may still come, and would then be taken for that of the next question.
-            self._lost = "it did not answer in time"
             raise self._late(operation, deadline)
         if all(fd == self._pidfd for fd, _ in ready):
             raise self._broken(operation, f"process {self.pid} has ended")

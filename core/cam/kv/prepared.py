@@ -166,7 +166,7 @@ class _Run:
                 answer = part.link.ask(m.Touch(self._lease), m.LeaseAnswer, self._deadline(), "lease")
                 if not answer.alive:
                     return self._failure(f"{part.label}: {answer.reason}", None)
-        if self._transfer.limits.cancelled:
+        if self._transfer.limits.is_cancelled():
             return self._ended(Outcome(Ended.CANCELLED))
         began = time.monotonic_ns()
         for _, ready in self._work:

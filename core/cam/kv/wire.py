@@ -67,9 +67,14 @@ class Stream:
         del self._in[:end]
         return message
 
-    def take_descriptors(self) -> tuple[int, ...]:
-        """Those that came so far; the caller owns them."""
-        fds, self._fds = tuple(self._fds), []
+    @property
+    def complete(self) -> bool:
+        """Whether `message` would return one."""
+        return len(self._in) >= LENGTH.size and len(self._in) - LENGTH.size >= LENGTH.unpack_from(self._in)[0]
+
+    def take_descriptors(self, count: int | None = None) -> tuple[int, ...]:
+        """The first `count` of those that came, or all; the caller owns them."""
+        fds, self._fds = tuple(self._fds[:count]), [] if count is None else self._fds[count:]
         return fds
 
     def post(self, message: bytes, fds: tuple[int, ...] = ()) -> None:

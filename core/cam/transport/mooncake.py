@@ -134,7 +134,7 @@ class _Chunks:
 
     def run(self, limits: Limits) -> Outcome:
         for step, mine, theirs, nbytes in self._chunks:
-            if limits.cancelled:
+            if limits.is_cancelled():
                 return Outcome(Ended.CANCELLED, step)
             if time.monotonic_ns() > limits.deadline_ns:
                 return Outcome(Ended.LATE, step)

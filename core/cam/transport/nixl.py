@@ -110,6 +110,10 @@ class _Prepped:
                 raise NotReachable(f"nixl: {target.name}: the transfer cannot be prepared: {_text(error)}") from error
 
     def run(self, limits: Limits) -> Outcome:
+        if limits.is_cancelled():
+            return Outcome(Ended.CANCELLED)
+        if time.monotonic_ns() > limits.deadline_ns:
+            return Outcome(Ended.LATE)
         if not len(self._indices):
             return Outcome(Ended.DONE)
         agent = self._agent
@@ -123,7 +127,7 @@ class _Prepped:
             while state not in ("DONE", "ERR"):
                 now = time.monotonic()
                 if early is Ended.DONE:
-                    if limits.cancelled:
+                    if limits.is_cancelled():
                         early, patience = Ended.CANCELLED, now + _ABORT_GRACE_S
                     elif time.monotonic_ns() > limits.deadline_ns:
                         early, patience = Ended.LATE, now

@@ -121,8 +121,7 @@ class Limits:
     def cancel(self) -> None:
         self.flag.value = 1
 
-    @property
-    def cancelled(self) -> bool:
+    def is_cancelled(self) -> bool:
         return self.flag.value != 0
 
 

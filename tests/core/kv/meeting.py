@@ -11,7 +11,7 @@ from cam import kv
 from tests.core.kv.oracle import Shape
 from tests.launcher import RankEnv
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def _engines():
     with contextlib.ExitStack() as stack:
 
         def make(name: str, shape: Shape = SHAPE, *, layers: int = 2, shared: bool = True, **arguments):
-            options = kv.Options(**{"timeout_s": 5.0, **arguments.pop("options", {})})
+            options = kv.Options(**{"timeout_s": 60.0, **arguments.pop("options", {})})
             engine = kv.Engine(name, tp_rank=shape.tp_rank, tp_size=shape.tp_size, options=options, **arguments)
             stack.callback(engine.close)
             allocate = engine.empty if shared else torch.empty
@@ -60,14 +60,14 @@ def _engines():
         yield make
 
 
-def _until(condition, seconds: float = 5.0) -> None:
+def _until(condition, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "not in time"
         time.sleep(0.002)
 
 
-def _events(engine: kv.Engine, count: int, seconds: float = 5.0) -> list[kv.Event]:
+def _events(engine: kv.Engine, count: int, seconds: float = 60.0) -> list[kv.Event]:
     """Waits on the descriptor, as an owner with an event loop does."""
     found: list[kv.Event] = []
     end = time.monotonic() + seconds
@@ -260,12 +260,12 @@ def test_a_closed_engine_is_not_reachable_and_a_restarted_one_is_told_apart(engi
     reader, _ = engines("reader")
     owner.close()
     with pytest.raises(NotReachable, match=owner.engine_id):
-        reader.open(description, timeout=2)
+        reader.open(description)
     restarted = kv.Engine("owner", port=port)
     with restarted:
         restarted.register([SHAPE.layer("layer.0", torch.zeros(SHAPE.sizes()))])
         with pytest.raises(NotReachable) as caught:
-            reader.open(description, timeout=2)
+            reader.open(description)
         assert owner.engine_id in str(caught.value)
         assert restarted.engine_id in str(caught.value)
 
@@ -476,7 +476,7 @@ def test_an_abandoned_lease_expires(engines):
     owner.lease("forgotten", ttl_s=0.3, tag=b"t")
     (event,) = _events(owner, 1)
     assert event == kv.LeaseEnded("forgotten", b"t", "expired", 1)
-    assert 0.3 <= time.monotonic() - began < 3
+    assert time.monotonic() - began >= 0.3
     assert owner.metrics()["leases"]["active"] == 0
 
 
@@ -519,9 +519,10 @@ def test_a_failed_or_cancelled_transfer_gives_the_lease_back(engines):
     reader, _ = engines("reader")
     remote = reader.open(owner.describe())
     lease = owner.lease(tag=b"t")
-    transfer = reader.read(remote, [1], [1], lease=lease, notify=b"no", timeout=1e-6)
+    transfer = reader.read(remote, [1], [1], lease=lease, notify=b"no", timeout=1e-9)
     with pytest.raises(TransferFailed):
         transfer.wait()
+    assert remote.alive
     assert [event.reason for event in _events(owner, 1) if isinstance(event, kv.LeaseEnded)] == ["released"]
 
 
@@ -605,16 +606,21 @@ def test_a_stopped_peer_is_a_timeout_not_a_hang(engines):
     reader, _ = engines("reader")
     remote = reader.open(owner.describe())
     blocker = threading.Event()
-    owner._agent._calls.put(lambda: blocker.wait(10))  # the agent's thread is busy with something else
+    owner._agent._calls.put(lambda: blocker.wait(120))  # the agent's thread is busy with something else
     owner._agent.wake()
     try:
         began = time.monotonic()
         with pytest.raises(TransferFailed, match="did not answer") as caught:
             reader.read(remote, [0], [0], notify=b"x", timeout=0.5).wait()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
         assert isinstance(caught.value.cause, Timeout)
+        assert remote.alive
     finally:
         blocker.set()
+    # What comes late is not taken for the answer to the next question.
+    for _ in range(3):
+        reader.read(remote, [0], [0], notify=b"y", lease="l").wait()
+        assert reader.prepare("read", remote, [0], [0], checksum=True).post().wait() is None
 
 
 def test_a_forked_child_is_told(engines):

@@ -58,7 +58,7 @@ def _host(env: RankEnv, name: str, transport: str, cable: str) -> None:
     with open(f"{cable}{env.rank}") as pipe:
         pipe.read()  # until the test has plugged it in
     address = f"{_NETWORK}.{env.rank + 1}"
-    options = kv.Options(transports=("shm", "cma", transport), timeout_s=30)
+    options = kv.Options(transports=("shm", "cma", transport), timeout_s=60)
     with kv.Engine(f"host{env.rank}", listen=address, options=options) as engine:
         layers = [engine.empty(_SHAPE.sizes(), _SHAPE.dtype) for _ in range(3)]
         for index, layer in enumerate(layers):
@@ -116,7 +116,7 @@ def test_engines_of_two_hosts_use_the_network(transport, tmp_path):
     for rank in range(2):
         os.mkfifo(f"{cable}{rank}")
     with Ranks(2, group=False) as ranks:
-        run = ranks.start(_host, str(uuid.uuid4()), transport, cable, deadline=90)
+        run = ranks.start(_host, str(uuid.uuid4()), transport, cable, deadline=150)
         for rank in range(2):
             run.wait_reached(rank, "own network")
         # Its two ends vanish with the processes whose networks they are in.
