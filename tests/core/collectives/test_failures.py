@@ -2,6 +2,7 @@
 
 # ruff: noqa: ARG005  (every call takes rank and size, used or not)
 
+import importlib
 import os
 import signal
 import time
@@ -231,3 +232,25 @@ def abort_wakes_everybody(env: RankEnv) -> None:
 def test_abort() -> None:
     with Ranks(3, group=False) as ranks:
         ranks.run(abort_wakes_everybody)
+
+
+def on_another_host(env: RankEnv) -> None:
+    leave()
+    host = importlib.import_module("cam.host")
+    real, host.boot_id = host.boot_id, lambda: "another" if env.rank == 1 else "this"
+    try:
+        with pytest.raises(cam.NotReachable, match="it runs on another host"):
+            dist.init_process_group(
+                "cam",
+                store=dist.PrefixStore("hosts", env.store),
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=timedelta(seconds=20),
+            )
+    finally:
+        host.boot_id = real
+
+
+def test_ranks_of_different_hosts_are_told_so_at_once() -> None:
+    with Ranks(2, group=False) as ranks:
+        ranks.run(on_another_host)
