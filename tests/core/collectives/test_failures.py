@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import cam
-from tests.core.collectives.groups import join_cam, leave
+from tests.core.collectives.groups import all_gather_single, join_cam, leave, reduce_scatter_single
 from tests.launcher import RankDied, RankEnv, Ranks
 
 
@@ -34,12 +34,12 @@ CALLS: dict[str, tuple[Callable[[int, int], object], str]] = {
     "reduce": (lambda r, n: dist.reduce(torch.ones(4), 0), "reduce"),
     "broadcast": (lambda r, n: dist.broadcast(torch.ones(4), n - 1), "broadcast"),
     "all_gather": (lambda r, n: dist.all_gather(parts(n), torch.ones(4)), "all_gather"),
-    "all_gather_single": (lambda r, n: dist.all_gather_single(torch.ones(4 * n), torch.ones(4)), "all_gather"),
+    "all_gather_single": (lambda r, n: all_gather_single(torch.ones(4 * n), torch.ones(4)), "all_gather"),
     "gather": (lambda r, n: dist.gather(torch.ones(4), only(r == 0, n), 0), "gather"),
     "scatter": (lambda r, n: dist.scatter(torch.ones(4), only(r == 0, n), 0), "scatter"),
     "reduce_scatter": (lambda r, n: dist.reduce_scatter(torch.ones(4), parts(n)), "reduce_scatter"),
     "reduce_scatter_single": (
-        lambda r, n: dist.reduce_scatter_single(torch.ones(4), torch.ones(4 * n)),
+        lambda r, n: reduce_scatter_single(torch.ones(4), torch.ones(4 * n)),
         "reduce_scatter",
     ),
     "all_to_all": (lambda r, n: dist.all_to_all(parts(n), parts(n)), "all_to_all"),
