@@ -108,6 +108,14 @@ def npu(session: nox.Session) -> None:
 
 
 @nox.session
+def c10d(session: nox.Session) -> None:
+    """PyTorch's own tests of torch.distributed, with cam as the backend."""
+    install(session, "torch==2.13.0")
+    own = "tests/core/collectives/torch_own.py"
+    session.run("python", "-m", "pytest", own, "--timeout=600", *session.posargs)
+
+
+@nox.session
 def wheels(session: nox.Session) -> None:
     """Wheels of all distributions, into dist/."""
     session.install("build")

@@ -96,12 +96,13 @@ void Channels::send(int to, int64_t tag, const void* data, size_t bytes, double 
             pending = reclaim();
         }
         try {
-            sent.message = endpoint_.arena().allocate(kCacheLine + (inlined ? bytes : 0));
+            // The payload first: it fits where the last one lay, unless a small block has been put there.
             if (!inlined) sent.payload = endpoint_.arena().allocate(bytes);
+            sent.message = endpoint_.arena().allocate(kCacheLine + (inlined ? bytes : 0));
             break;
         } catch (const Error& error) {
             if (error.failure != Failure::out_of_memory) throw;
-            sent.message.reset();
+            sent.payload.reset();
             const auto now = Clock::now();
             if (pending && now < deadline) {
                 endpoint_.check_usable();

@@ -7,6 +7,10 @@ import torch.distributed as dist
 
 from tests.launcher import RankEnv
 
+# Since torch 2.13 under these names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 TIMEOUT = timedelta(seconds=30)
 _gloo: list[dist.ProcessGroup] = []
 _generation = itertools.count()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.core.collectives.groups import join
+from tests.core.collectives.groups import all_gather_single, join, reduce_scatter_single
 from tests.launcher import RankEnv, Ranks
 
 WORLDS = (2, 3, 4, 8)
@@ -208,10 +208,10 @@ def reduce_agrees(env: RankEnv, dtype: torch.dtype) -> None:
         if shape and shape[0]:
             whole = torch.cat(parts)
             single = strided(out)
-            dist.reduce_scatter_single(single, whole)
+            reduce_scatter_single(single, whole)
             same(single, wanted, f"reduce_scatter_single {dtype} {shape}")
             chunk = whole.chunk(world)[rank]
-            dist.reduce_scatter_single(chunk, whole)
+            reduce_scatter_single(chunk, whole)
             same(chunk, wanted, f"reduce_scatter_single {dtype} {shape} in place")
 
 
@@ -254,7 +254,7 @@ def moves_agree(env: RankEnv, dtype: torch.dtype) -> None:
         if not shape:
             continue
         single = torch.empty((world * shape[0], *shape[1:]), dtype=dtype)
-        dist.all_gather_single(single, own)
+        all_gather_single(single, own)
         same(single, joined(everyone), what)
         dist.all_to_all_single(single, joined(sent))
         same(single, joined([numbers(shape, dtype, r, seed=20 + rank) for r in range(world)]), f"all_to_all {what}")

@@ -2,6 +2,7 @@
 
 # ruff: noqa: ARG005  (every call takes rank and size, used or not)
 
+import importlib
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import cam
-from tests.core.collectives.groups import join_cam, leave
+from tests.core.collectives.groups import all_gather_single, join_cam, leave, reduce_scatter_single
 from tests.launcher import RankDied, RankEnv, Ranks
 
 
@@ -33,12 +34,12 @@ CALLS: dict[str, tuple[Callable[[int, int], object], str]] = {
     "reduce": (lambda r, n: dist.reduce(torch.ones(4), 0), "reduce"),
     "broadcast": (lambda r, n: dist.broadcast(torch.ones(4), n - 1), "broadcast"),
     "all_gather": (lambda r, n: dist.all_gather(parts(n), torch.ones(4)), "all_gather"),
-    "all_gather_single": (lambda r, n: dist.all_gather_single(torch.ones(4 * n), torch.ones(4)), "all_gather"),
+    "all_gather_single": (lambda r, n: all_gather_single(torch.ones(4 * n), torch.ones(4)), "all_gather"),
     "gather": (lambda r, n: dist.gather(torch.ones(4), only(r == 0, n), 0), "gather"),
     "scatter": (lambda r, n: dist.scatter(torch.ones(4), only(r == 0, n), 0), "scatter"),
     "reduce_scatter": (lambda r, n: dist.reduce_scatter(torch.ones(4), parts(n)), "reduce_scatter"),
     "reduce_scatter_single": (
-        lambda r, n: dist.reduce_scatter_single(torch.ones(4), torch.ones(4 * n)),
+        lambda r, n: reduce_scatter_single(torch.ones(4), torch.ones(4 * n)),
         "reduce_scatter",
     ),
     "all_to_all": (lambda r, n: dist.all_to_all(parts(n), parts(n)), "all_to_all"),
@@ -231,3 +232,25 @@ def abort_wakes_everybody(env: RankEnv) -> None:
 def test_abort() -> None:
     with Ranks(3, group=False) as ranks:
         ranks.run(abort_wakes_everybody)
+
+
+def on_another_host(env: RankEnv) -> None:
+    leave()
+    host = importlib.import_module("cam.host")
+    real, host.boot_id = host.boot_id, lambda: "another" if env.rank == 1 else "this"
+    try:
+        with pytest.raises(cam.NotReachable, match="it runs on another host"):
+            dist.init_process_group(
+                "cam",
+                store=dist.PrefixStore("hosts", env.store),
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=timedelta(seconds=20),
+            )
+    finally:
+        host.boot_id = real
+
+
+def test_ranks_of_different_hosts_are_told_so_at_once() -> None:
+    with Ranks(2, group=False) as ranks:
+        ranks.run(on_another_host)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import cam
-from tests.core.collectives.groups import join_cam, leave
+from tests.core.collectives.groups import all_gather_single, join_cam, leave, reduce_scatter_single
 from tests.launcher import RankEnv, Ranks
 
 
@@ -90,13 +90,13 @@ def coalesced(env: RankEnv) -> None:
     outs = [torch.empty(n * (i + 1)) for i in range(3)]
     with c10d._coalescing_manager():
         for i, out in enumerate(outs):
-            dist.all_gather_single(out, torch.full((i + 1,), float(rank)))
+            all_gather_single(out, torch.full((i + 1,), float(rank)))
     for i, out in enumerate(outs):
         assert out.tolist() == [float(r) for r in range(n) for _ in range(i + 1)]
     outs = [torch.empty(i + 1) for i in range(3)]
     with c10d._coalescing_manager():
         for i, out in enumerate(outs):
-            dist.reduce_scatter_single(out, torch.ones(n * (i + 1)))
+            reduce_scatter_single(out, torch.ones(n * (i + 1)))
     assert all(bool((out == n).all()) for out in outs)
     mixed = [torch.ones(3), torch.ones(2, dtype=torch.int64)]
     dist.all_reduce_coalesced([mixed[0]])
@@ -273,7 +273,7 @@ def beside_another(env: RankEnv) -> None:
     assert not made
     away = torch.ones(4, device="meta")
     dist.all_reduce(away)
-    dist.all_gather_single(torch.ones(4 * env.world_size, device="meta"), away)
+    all_gather_single(torch.ones(4 * env.world_size, device="meta"), away)
     dist.broadcast(away, 0)
     assert made == [(env.rank, env.world_size)]
     with pytest.raises(cam.InputError, match="cpu:cam,meta:elsewhere"):
