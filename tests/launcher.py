@@ -89,6 +89,8 @@ class Ranks:
 
     def __init__(self, world_size: int, *, group: bool = True, deadline: float = DEADLINE_S, **config: Any) -> None:
         self.world_size, self.deadline = world_size, deadline
+        # Idle pools must not hold on to memory: dozens of ranks with a gigabyte each would fill the machine.
+        config = {"window_retain": 16 << 20, **config}
         self._key = (world_size, group, json.dumps(config, sort_keys=True, default=str))
         self._make = lambda: _Pool(world_size, group, config)
         self._pool: _Pool | None = None
