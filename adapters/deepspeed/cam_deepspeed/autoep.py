@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import cam
 from cam.errors import ConfigError
-from cam_deepspeed.expert_group import expert_group
+from cam_deepspeed.expert_group import ExpertGroup, expert_group
 
 BACKEND = "cam"
 
@@ -53,6 +53,7 @@ class CamAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]  # DeepSpeed has 
     """An AutoEPMoELayer whose rows travel with cam.ep. Made by convert_autoep."""
 
     _cam_fields: Mapping[str, Any]
+    _joined: ExpertGroup
     _buffer: cam.ep.Buffer
 
     def set_deepspeed_parallelism(
@@ -66,10 +67,9 @@ class CamAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]  # DeepSpeed has 
             )
         super().set_deepspeed_parallelism(use_data_before_expert_parallel_, folding_group_handles)
         if self.ep_size > 1:  # else AutoEP computes on the spot and sends nothing
+            self._joined = expert_group(self.ep_group, self._cam_fields)
             self._buffer = cam.ep.Buffer(
-                expert_group(self.ep_group, self._cam_fields),
-                num_experts=self.num_experts,
-                max_tokens=self.comm_max_tokens_per_rank or None,
+                self._joined.group, self.num_experts, max_tokens=self.comm_max_tokens_per_rank or None
             )
 
     def _deepep_route(self, tokens: Tensor, ro: RouterOutput) -> Tensor:

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 import cam
 from cam.errors import InputError
-from cam_deepspeed.expert_group import expert_group
+from cam_deepspeed.expert_group import ExpertGroup, expert_group
 
 #: Where cam.ep.Buffer moves rows. NPUs: not run on hardware.
 DEVICES = frozenset({"cpu", "npu"})
@@ -68,6 +68,7 @@ class CamMOELayer(MOELayer):  # type: ignore[misc]  # DeepSpeed has no types
     """A MOELayer whose rows travel with cam.ep. Made by convert_moe, which changes the class of an existing one."""
 
     _cam_fields: Mapping[str, Any]
+    _joined: ExpertGroup
     _buffer: cam.ep.Buffer
 
     def _set_ep_group(self, ep_group: dist.ProcessGroup) -> None:
@@ -76,9 +77,8 @@ class CamMOELayer(MOELayer):  # type: ignore[misc]  # DeepSpeed has no types
         self.ep_group = ep_group
         if self.gate.drop_tokens:
             self.gate._set_ep_group(ep_group)
-        self._buffer = cam.ep.Buffer(
-            expert_group(ep_group, self._cam_fields), num_experts=self.ep_size * self.num_local_experts
-        )
+        self._joined = expert_group(ep_group, self._cam_fields)
+        self._buffer = cam.ep.Buffer(self._joined.group, num_experts=self.ep_size * self.num_local_experts)
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
         """hidden_states: [..., H], any number of tokens; used_token: [tokens], 0 = the gate shall leave it out.
