@@ -1,6 +1,7 @@
 """`python -m ci SUITE`: exit status 0 = it holds, 1 = it does not, 3 = it could not be run here."""
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -83,4 +84,6 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    # A time limit from outside ends the run in order: the pytest process has a session of its own, and would stay.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -183,9 +184,20 @@ def test_a_hang_ends_with_the_limit_and_leaves_no_process(tmp_path: Path) -> Non
     hanging = f"__import__('subprocess').run(['sleep', '987'], cwd={str(tmp_path)!r})"
     with (tmp_path / "log").open("w") as log:
         assert run.wait([sys.executable, "-c", hanging], tmp_path, dict(os.environ), log.fileno(), 1.0) is None
-    end = time.monotonic() + 30  # it was killed; the kernel may need a moment
-    while _sleepers_in(str(tmp_path)):
-        assert time.monotonic() < end
+    _wait_until(lambda: not _sleepers_in(str(tmp_path)))  # it was killed; the kernel may need a moment
+
+
+def test_a_run_that_is_terminated_takes_its_processes_along(bench: Bench, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    sleep = f"__import__('subprocess').run(['sleep', '987'], cwd={str(folder)!r})"
+    bench.write("stock.py", f"def answer():\n    {sleep}\n")
+    command = [sys.executable, "-m", "ci", str(bench.folder / "suite.toml"), "--source", str(bench.checkout)]
+    with subprocess.Popen([*command, "--work", str(tmp_path / "work")], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        _wait_until(lambda: bool(_sleepers_in(str(folder))))
+        process.terminate()
+        assert process.wait(60) == 143
+    _wait_until(lambda: not _sleepers_in(str(folder)))
 
 
 def test_a_hang_is_told_with_the_test_that_hung(tmp_path: Path) -> None:
@@ -225,6 +237,13 @@ def test_bad_declarations_are_refused(bench: Bench, extra: str, message: str) ->
 @pytest.mark.parametrize("name", declaration.declared())
 def test_declared_suites_can_be_read(name: str) -> None:
     assert declaration.load(declaration.SUITES / f"{name}.toml").name == name
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def _sleepers_in(where: str) -> list[str]:
