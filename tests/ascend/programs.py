@@ -40,7 +40,7 @@ def make_ranks(
     *,
     cores: int = 3,
     threads: int = 1,
-    timeout_s: float = 30.0,
+    timeout_s: float = 90.0,  # peers may be compiling
     form: str = "linalg",
 ) -> ExpertParallel:
     """A window that just holds the case, and the rank's side of it."""

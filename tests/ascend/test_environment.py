@@ -1,6 +1,8 @@
 """Whether this environment can run the Ascend tests, and what is said where it cannot."""
 
 import importlib.metadata
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,22 @@ def test_the_cache_makes_each_artefact_once(tmp_path: Path) -> None:
     assert cache.get(key, ".so", make).read_bytes() == b"made"
     assert len(calls) == 1
     assert content_key("ab") != content_key("a", "b")
+
+
+def test_who_wants_the_same_artefact_at_the_same_time_waits_for_one_to_make_it(tmp_path: Path) -> None:
+    cache, calls, together = ArtefactCache(tmp_path), [], threading.Barrier(4)
+
+    def make() -> bytes:
+        calls.append(1)
+        return b"made"
+
+    def want() -> bytes:
+        together.wait(10)
+        return cache.get(content_key("k"), ".so", make).read_bytes()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [done.result(10) for done in [pool.submit(want) for _ in range(4)]] == [b"made"] * 4
+    assert len(calls) == 1
 
 
 def test_a_failed_compilation_leaves_nothing_in_the_cache(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """Compiled artefacts on disk, found by the hash of everything they were made from.
 
-Entries are immutable and appear atomically (written beside, then renamed), so that many processes may compile the
-same kernel at once; nothing is ever edited in place, and removing the directory is always safe.
+Entries are immutable and appear atomically (written beside, then renamed); nothing is ever edited in place, and
+removing the directory is safe while nothing compiles.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import tempfile
@@ -40,8 +41,16 @@ class ArtefactCache:
         path = self.directory / key[:2] / f"{key}{suffix}"
         if path.exists():
             return path
-        content = make()
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Ranks start together and want the same kernels: one compiles, the others wait for it. The lock goes with its
+        # holder, however it ends.
+        with (path.parent / f"{key}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                self._store(path, suffix, make())
+        return path
+
+    def _store(self, path: Path, suffix: str, content: bytes) -> None:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=suffix)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -50,4 +59,3 @@ class ArtefactCache:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-        return path
