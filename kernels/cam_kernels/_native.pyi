@@ -134,7 +134,6 @@ class Endpoint:
         """(x, scales, dots, row values)"""
 
     def ep_route(self, source: int, rows: int, tokens: int, topk: int, timeout_s: float) -> Array: ...
-
     def all_reduce(
         self,
         spans: list[tuple[int, int, int]],
@@ -184,9 +183,7 @@ class Endpoint:
     def gather(
         self, own: int, nbytes: list[int], outs: list[int], root: int, algorithm: str, piece: int, timeout_s: float
     ) -> None: ...
-    def broadcast(
-        self, data: int, nbytes: int, root: int, algorithm: str, piece: int, timeout_s: float
-    ) -> None: ...
+    def broadcast(self, data: int, nbytes: int, root: int, algorithm: str, piece: int, timeout_s: float) -> None: ...
     def all_to_all(
         self,
         ins: list[int],
