@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from tests.launcher import RankEnv
+from tests.launcher import RankEnv, Ranks
 
 # Since torch 2.13 under these names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -14,6 +14,11 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 TIMEOUT = timedelta(seconds=30)
 _gloo: list[dist.ProcessGroup] = []
 _generation = itertools.count()
+
+
+def ranks_of(world: int) -> Ranks:
+    """Processes for these tests alone, because a default group stays in them. (The name only tells pools apart.)"""
+    return Ranks(world, group=False, name="collectives")
 
 
 def join_cam(env: RankEnv, timeout: timedelta = TIMEOUT) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.core.collectives.groups import all_gather_single, join, reduce_scatter_single
-from tests.launcher import RankEnv, Ranks
+from tests.core.collectives.groups import all_gather_single, join, ranks_of, reduce_scatter_single
+from tests.launcher import RankEnv
 
 WORLDS = (2, 3, 4, 8)
 REDUCED = (
@@ -127,7 +127,7 @@ def all_reduce_agrees(env: RankEnv, op: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("op", OPS)
 def test_all_reduce(world: int, op: str) -> None:
-    with Ranks(world, group=False) as ranks:
+    with ranks_of(world) as ranks:
         for dtype in REDUCED:
             ranks.run(all_reduce_agrees, op, dtype)
 
@@ -135,7 +135,7 @@ def test_all_reduce(world: int, op: str) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("op", BITWISE)
 def test_bitwise(world: int, op: str) -> None:
-    with Ranks(world, group=False) as ranks:
+    with ranks_of(world) as ranks:
         for dtype in (torch.int8, torch.uint8, torch.int32, torch.int64):
             ranks.run(all_reduce_agrees, op, dtype)
 
@@ -187,7 +187,7 @@ def other_reductions(env: RankEnv) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_average_premultiplied_bool_and_complex(world: int) -> None:
-    with Ranks(world, group=False) as ranks:
+    with ranks_of(world) as ranks:
         ranks.run(other_reductions)
 
 
@@ -217,7 +217,7 @@ def reduce_agrees(env: RankEnv, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_reduce_and_reduce_scatter(world: int) -> None:
-    with Ranks(world, group=False) as ranks:
+    with ranks_of(world) as ranks:
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8):
             ranks.run(reduce_agrees, dtype)
 
@@ -262,7 +262,7 @@ def moves_agree(env: RankEnv, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_moves(world: int) -> None:
-    with Ranks(world, group=False) as ranks:
+    with ranks_of(world) as ranks:
         for dtype in MOVED:
             ranks.run(moves_agree, dtype)
 
@@ -289,7 +289,7 @@ def uneven(env: RankEnv) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_sizes_that_differ_between_ranks(world: int) -> None:
-    with Ranks(world, group=False) as ranks:
+    with ranks_of(world) as ranks:
         ranks.run(uneven)
 
 
@@ -316,6 +316,6 @@ def variants(env: RankEnv, settings: Any) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_algorithms_and_pieces_give_the_same_bits(world: int) -> None:
-    with Ranks(world, group=False) as ranks:
+    with ranks_of(world) as ranks:
         for settings in (("flat", 0), ("direct", 0), ("flat", 4096), ("direct", 4096), ("auto", 1)):
             ranks.run(variants, settings)

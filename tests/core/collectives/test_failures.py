@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import cam
-from tests.core.collectives.groups import all_gather_single, join_cam, leave, reduce_scatter_single
+from tests.core.collectives.groups import all_gather_single, join_cam, leave, ranks_of, reduce_scatter_single
 from tests.launcher import RankDied, RankEnv, Ranks
 
 
@@ -68,7 +68,7 @@ def last_rank_dies(env: RankEnv, name: str) -> float:
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "recv from anybody"])
 def test_survivors_of_a_death_raise_soon(name: str) -> None:
-    with Ranks(3, group=False) as ranks:
+    with ranks_of(3) as ranks:
         *waited, died = ranks.run(last_rank_dies, name, expect_errors=True)
         assert isinstance(died, RankDied)
         for seconds in waited:
@@ -86,7 +86,7 @@ def all_others_die(env: RankEnv) -> None:
 
 
 def test_a_receive_from_anybody_ends_when_nobody_is_left() -> None:
-    with Ranks(3, group=False) as ranks:
+    with ranks_of(3) as ranks:
         survivor, *_ = ranks.run(all_others_die, expect_errors=True)
         assert survivor is None, survivor
 
@@ -112,7 +112,7 @@ def one_is_late(env: RankEnv) -> None:
 
 
 def test_late_ranks_are_named_and_break_the_group() -> None:
-    with Ranks(3, group=False) as ranks:
+    with ranks_of(3) as ranks:
         ranks.run(one_is_late)
 
 
@@ -133,7 +133,7 @@ def a_message_is_late(env: RankEnv) -> None:
 
 
 def test_a_late_message_does_not_break_the_group() -> None:
-    with Ranks(2, group=False) as ranks:
+    with ranks_of(2) as ranks:
         ranks.run(a_message_is_late)
 
 
@@ -167,7 +167,7 @@ def calls_differ(env: RankEnv) -> None:
 
 
 def test_calls_that_differ_between_ranks() -> None:
-    with Ranks(3, group=False) as ranks:
+    with ranks_of(3) as ranks:
         ranks.run(calls_differ)
 
 
@@ -193,7 +193,7 @@ def bad_arguments(env: RankEnv) -> None:
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
-    with Ranks(3, group=False) as ranks:
+    with ranks_of(3) as ranks:
         ranks.run(bad_arguments)
 
 
@@ -230,7 +230,7 @@ def abort_wakes_everybody(env: RankEnv) -> None:
 
 
 def test_abort() -> None:
-    with Ranks(3, group=False) as ranks:
+    with ranks_of(3) as ranks:
         ranks.run(abort_wakes_everybody)
 
 
@@ -252,5 +252,5 @@ def on_another_host(env: RankEnv) -> None:
 
 
 def test_ranks_of_different_hosts_are_told_so_at_once() -> None:
-    with Ranks(2, group=False) as ranks:
+    with ranks_of(2) as ranks:
         ranks.run(on_another_host)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import cam
-from tests.core.collectives.groups import all_gather_single, join_cam, leave, reduce_scatter_single
-from tests.launcher import RankEnv, Ranks
+from tests.core.collectives.groups import all_gather_single, join_cam, leave, ranks_of, reduce_scatter_single
+from tests.launcher import RankEnv
 
 
 def asynchronous(env: RankEnv) -> None:
@@ -57,7 +57,7 @@ def asynchronous(env: RankEnv) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_asynchronous_calls_keep_their_order(world: int) -> None:
-    with Ranks(world, group=False) as ranks:
+    with ranks_of(world) as ranks:
         ranks.run(asynchronous)
 
 
@@ -73,7 +73,7 @@ def failed_work(env: RankEnv) -> None:
 
 
 def test_errors_reach_work_and_future() -> None:
-    with Ranks(2, group=False) as ranks:
+    with ranks_of(2) as ranks:
         ranks.run(failed_work)
 
 
@@ -120,7 +120,7 @@ def coalesced(env: RankEnv) -> None:
 
 
 def test_coalescing_and_older_names() -> None:
-    with Ranks(3, group=False) as ranks:
+    with ranks_of(3) as ranks:
         ranks.run(coalesced)
 
 
@@ -152,7 +152,7 @@ def groups_of_some(env: RankEnv) -> None:
 
 
 def test_groups_of_some_ranks() -> None:
-    with Ranks(4, group=False) as ranks:
+    with ranks_of(4) as ranks:
         ranks.run(groups_of_some)
 
 
@@ -220,7 +220,7 @@ def messages(env: RankEnv) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_messages_between_two_ranks(world: int) -> None:
-    with Ranks(world, group=False) as ranks:
+    with ranks_of(world) as ranks:
         ranks.run(messages)
 
 
@@ -249,7 +249,7 @@ def objects(env: RankEnv) -> None:
 
 
 def test_objects() -> None:
-    with Ranks(3, group=False) as ranks:
+    with ranks_of(3) as ranks:
         ranks.run(objects)
 
 
@@ -282,7 +282,7 @@ def beside_another(env: RankEnv) -> None:
 
 
 def test_a_backend_for_another_device_beside_cam() -> None:
-    with Ranks(2, group=False) as ranks:
+    with ranks_of(2) as ranks:
         ranks.run(beside_another)
 
 
@@ -301,7 +301,7 @@ def again(env: RankEnv) -> None:
 
 
 def test_groups_come_and_go() -> None:
-    with Ranks(2, group=False) as ranks:
+    with ranks_of(2) as ranks:
         ranks.run(again)
 
 

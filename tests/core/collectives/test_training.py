@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.core.collectives.groups import join
-from tests.launcher import RankEnv, Ranks
+from tests.core.collectives.groups import join, ranks_of
+from tests.launcher import RankEnv
 
 
 def model() -> nn.Module:
@@ -52,7 +52,7 @@ def data_parallel(env: RankEnv) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ddp(world: int) -> None:
-    with Ranks(world, group=False) as ranks:
+    with ranks_of(world) as ranks:
         ranks.run(data_parallel)
 
 
@@ -70,7 +70,7 @@ def sharded(env: RankEnv) -> None:
 
 
 def test_fsdp2() -> None:
-    with Ranks(2, group=False) as ranks:
+    with ranks_of(2) as ranks:
         ranks.run(sharded)
 
 
@@ -89,7 +89,7 @@ def meshes(env: RankEnv) -> None:
 
 
 def test_device_mesh_and_dtensor() -> None:
-    with Ranks(4, group=False) as ranks:
+    with ranks_of(4) as ranks:
         ranks.run(meshes)
 
 
@@ -111,5 +111,5 @@ def functional(env: RankEnv) -> None:
 
 
 def test_functional_collectives() -> None:
-    with Ranks(2, group=False) as ranks:
+    with ranks_of(2) as ranks:
         ranks.run(functional)

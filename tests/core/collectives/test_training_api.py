@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import cam
-from tests.core.collectives.groups import join
+from tests.core.collectives.groups import join, ranks_of
 from tests.launcher import RankEnv, Ranks
 
 EXAMPLE = Path(__file__).parents[3] / "core" / "examples" / "data_parallel.py"
@@ -203,5 +203,5 @@ def example(env: RankEnv) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_example_has_the_losses_of_ddp(world: int) -> None:
-    with Ranks(world, group=False) as ranks:
+    with ranks_of(world) as ranks:
         ranks.run(example)

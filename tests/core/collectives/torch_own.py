@@ -6,12 +6,18 @@ Not part of `make test`: each of them starts its processes afresh, which takes s
 Left out are tests of accelerators, of other backends, and those whose subject is not the backend (optimizers ...).
 """
 
+import atexit
 import os
+import shutil
 import tempfile
 
-_directory = tempfile.mkdtemp(prefix="cam-c10d-")
+# The spawned ranks import this as well, and must meet in the folder of the first.
+_directory = os.environ.get("TEMP_DIR", "")
+if not _directory:
+    _directory = tempfile.mkdtemp(prefix="cam-c10d-")
+    atexit.register(shutil.rmtree, _directory, ignore_errors=True)
 for _folder in ("barrier", "test_dir"):
-    os.makedirs(os.path.join(_directory, _folder))
+    os.makedirs(os.path.join(_directory, _folder), exist_ok=True)
 # Torch's tests read these when they are imported.
 os.environ.update(BACKEND="cam", WORLD_SIZE="2", TEMP_DIR=_directory, INIT_METHOD="env://")
 os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
