@@ -11,8 +11,6 @@ namespace {
 constexpr std::chrono::milliseconds kSlice{50};  // between two looks at the peers' lives
 constexpr size_t kInline = 4096;                 // payloads up to this lie behind their message, in one block
 
-double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
-
 Clock::time_point after(double timeout_s) {
     const double bounded = std::clamp(timeout_s, 0.0, 3e9);
     return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));

@@ -9,6 +9,7 @@
 // ranks no longer agree where they are, and peers may still write to memory they were lent.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -30,6 +31,15 @@
 namespace cam {
 
 using Clock = std::chrono::steady_clock;
+
+inline double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+// Into a fixed field of shared memory or of a message: cut to fit, always terminated.
+inline void copy_text(char* target, size_t size, const std::string& text) {
+    const size_t length = std::min(size - 1, text.size());
+    std::memcpy(target, text.data(), length);
+    target[length] = 0;
+}
 
 // The parameters of a collective that every rank must have called alike, in a fixed order with their names.
 struct Signature {
