@@ -55,6 +55,15 @@ struct Average : Sum {
         return value / (V{} + static_cast<Scalar>(count));
     }
 };
+// Integers wrap around, which only unsigned ones do by definition.
+template <class Unsigned>
+struct WrappedAverage : Average {
+    template <class V>
+    static V pair(V a, V b) {
+        using U = typename Plain<Unsigned>::Vector;
+        return bits<V>(bits<U>(a) + bits<U>(b));
+    }
+};
 struct PremulSum : Sum {
     template <class V>
     static V first(V value, double factor) {
@@ -164,7 +173,7 @@ template <class Signed, class Unsigned>
 ReduceFunction integer(Reduction reduction) {
     switch (reduction) {
         case Reduction::average:
-            return reduce_elements<Plain<Signed>, Average>;
+            return reduce_elements<Plain<Signed>, WrappedAverage<Unsigned>>;
         case Reduction::minimum:
             return reduce_elements<Plain<Signed>, Minimum>;
         case Reduction::maximum:
