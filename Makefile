@@ -34,14 +34,23 @@ KERNEL_SOURCES := $(shell find kernels -type f -not -path '*/build/*' -not -path
 ADAPTERS := $(patsubst adapters/%/pyproject.toml,%,$(wildcard adapters/*/pyproject.toml))
 PYTHON_FOLDERS := core kernels tests ci noxfile.py $(wildcard adapters)
 
-.PHONY: setup test demo demo-moe bench lint format sanitize clean
+.PHONY: setup test test-ascend demo demo-moe bench lint format sanitize clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMPS)/tools $(STAMPS)/kernels $(STAMPS)/core $(ADAPTERS:%=$(STAMPS)/adapter-%)
 
-test: setup
+test: setup test-ascend $(STAMPS)/torch_npu
 	@echo "== tests"
 	$(PY) -m pytest tests $(wildcard adapters) $(PYTEST_ARGS)
+
+# The Ascend kernels from their Ascend IR, in an environment of their own, for triton-ascend owns the name `triton`.
+# Debian's MLIR is the only thing that pip cannot bring: installed where this is CI, asked for elsewhere.
+MLIR := /usr/lib/llvm-19/bin/mlir-opt
+test-ascend: setup
+	@echo "== Ascend kernels"
+	@if test -n "$(CI)" && ! test -x $(MLIR); then apt-get update -qq && apt-get install -y -qq mlir-19-tools llvm-19; fi
+	@if test -x $(MLIR); then $(PY) -m nox -s ascend; else \
+	    echo "Ascend kernels: not run, Debian's MLIR is missing: apt-get install mlir-19-tools llvm-19"; fi
 
 # A model served by vLLM in two halves, beside the same in one piece. DEMO_ARGS=--bench also measures.
 demo: $(VLLM_STAMPS)/ready $(if $(findstring bench,$(DEMO_ARGS)),$(VLLM_STAMPS)/nixl)
@@ -117,6 +126,12 @@ $(STAMPS)/core: core/pyproject.toml core/README.md | $(STAMPS)/kernels
 $(STAMPS)/adapter-%: adapters/%/pyproject.toml | $(STAMPS)/core
 	@echo "== adapter $*"
 	$(PIP) --no-build-isolation -e ./adapters/$*
+	@touch $@
+
+# Read by tests/npu, never installed: it breaks `import torch` where there is no CANN.
+$(STAMPS)/torch_npu: | $(STAMPS)/torch
+	@echo "== torch_npu's wheel, for its schemas"
+	$(PY) -m pip --disable-pip-version-check download -q --no-deps -d build/torch_npu "torch_npu==2.13.0"
 	@touch $@
 
 $(VLLM_STAMPS)/vllm:
