@@ -6,7 +6,6 @@ import os
 import random
 import sys
 import time
-import traceback
 import warnings
 from dataclasses import asdict
 from datetime import timedelta
@@ -26,6 +25,7 @@ from cam.bench.collectives_contenders import (
     native_call,
     torch_call,
 )
+from cam.bench.rank_main import rank_main
 from cam.bench.samples import Summary
 from cam.bench.startline import StartLine
 from cam.bench.world import EVENT_MARK
@@ -154,24 +154,8 @@ class Rank:
 
 
 def main(spec_path: str) -> None:
-
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed what older versions have no new name for
-    torch.set_num_threads(1)
-    spec = CollectivesSpec.from_json(json.loads(Path(spec_path).read_text()))
-    mpi: Any = None
-    if spec.mpi:
-        from mpi4py import MPI
-
-        mpi = MPI
-    rank = mpi.COMM_WORLD.rank if mpi else int(os.environ["RANK"])
-    try:
-        Rank(spec, rank).run()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        if mpi:
-            mpi.COMM_WORLD.Abort(1)  # MPI_Finalize would wait for ranks that are stuck in a call
-        os._exit(1)  # as would Gloo's threads
+    rank_main(spec_path, CollectivesSpec.from_json, lambda spec, rank: Rank(spec, rank).run())
 
 
 if __name__ == "__main__":

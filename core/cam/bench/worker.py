@@ -9,7 +9,6 @@ import os
 import random
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from cam.bench.contenders import Contender, Floor, Raw, Ready, UserPath
 from cam.bench.golden import Golden
 from cam.bench.plan import Case
+from cam.bench.rank_main import rank_main
 from cam.bench.routing import make_work
 from cam.bench.samples import Measured, Reading
 from cam.bench.startline import StartLine
@@ -215,22 +215,7 @@ def _allocator(group: "cam.Group | None") -> Callable[[tuple[int, int], torch.dt
 
 
 def main(spec_path: str) -> None:
-    torch.set_num_threads(1)
-    spec = WorldSpec.from_json(json.loads(Path(spec_path).read_text()))
-    mpi: Any = None
-    if spec.mpi:
-        from mpi4py import MPI
-
-        mpi = MPI
-    rank = mpi.COMM_WORLD.rank if mpi else int(os.environ["RANK"])
-    try:
-        Rank(spec, rank).run()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        if mpi:
-            mpi.COMM_WORLD.Abort(1)  # MPI_Finalize would wait for ranks that are stuck in a call
-        os._exit(1)  # as would Gloo's threads
+    rank_main(spec_path, WorldSpec.from_json, lambda spec, rank: Rank(spec, rank).run())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from cam.errors import InputError
 from cam.group import Group
 from cam.npu import status
 from cam.npu.expert_parallel import NpuExpertParallel
-from cam.ops import ep as _ops  # noqa: F401  # registers torch.ops.cam.ep_*
+from cam.ops.ep import fp8_groups  # and registers torch.ops.cam.ep_*
 from cam.ops.ep_autograd import ROW_DTYPES
 from cam.ops.placement import expert_range
 
@@ -96,7 +96,7 @@ class Buffer:
         if self.layout == "expert":
             rows += len(self._local_experts) * (self.expert_alignment - 1)
         element = dtype.itemsize if self.quant is None else 1
-        scales = {None: 0, "int8": 4, "fp8": (hidden + 127) // 128 * 4}[self.quant]
+        scales = {None: 0, "int8": 4, "fp8": fp8_groups(hidden) * 4}[self.quant]
         facts = 12 + 4 if self.layout == "expert" else 12 + topk * (8 + 4)
         return rows * (hidden * element + scales + facts) + tokens * topk * 8
 

@@ -24,6 +24,7 @@ import selectors
 import socket
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -164,7 +165,7 @@ class Handover:
         return visitors
 
 
-class _Side:
+class _Side(ABC):
     """One connection's half of the protocol: step() is called when a message can be read."""
 
     def __init__(self, connection: socket.socket, fd: int, secret: bytes) -> None:
@@ -172,8 +173,8 @@ class _Side:
         self._fd, self._secret = fd, secret
         self._number = secrets.token_bytes(_NUMBER_BYTES)
 
-    def step(self) -> Handed | None:
-        raise NotImplementedError
+    @abstractmethod
+    def step(self) -> Handed | None: ...
 
     def _proof(self, role: bytes, caller: int, host: int, caller_number: bytes, host_number: bytes) -> bytes:
         text = role + struct.pack("=II", caller, host) + caller_number + host_number

@@ -46,13 +46,18 @@ for _name, _implementation in ep_cpu.IMPLEMENTATIONS.items():
     _library.impl(_name, _implementation, "CPU")
 
 
+def fp8_groups(hidden: int) -> int:
+    """Scales of an fp8 row: one per 128 channels."""
+    return (hidden + 127) // 128
+
+
 def quantised(x: Tensor, scales: Tensor | None, quant: str, rows: int | torch.SymInt) -> tuple[Tensor, Tensor]:
     """Empty tensors of the types and shapes that `rows` dispatched rows and their scales have."""
     hidden = x.shape[1]
     if quant == "int8":
         return x.new_empty((rows, hidden), dtype=torch.int8), x.new_empty((rows,), dtype=torch.float32)
     if quant == "fp8":
-        groups = (hidden + 127) // 128
+        groups = fp8_groups(hidden)
         return (
             x.new_empty((rows, hidden), dtype=torch.float8_e4m3fn),
             x.new_empty((rows, groups), dtype=torch.float32),
