@@ -114,20 +114,26 @@ def _serve() -> list[str]:
 
 def router(prefill: Server, decode: Server) -> tuple[Server, str]:
     """A router before the two, and what it is: vllm-router where it is installed, else proxy.py."""
-    port = free_port()
     found = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
-    if found:
-        command = [
-            found, "--host", "127.0.0.1", "--port", str(port), "--vllm-pd-disaggregation", "--prefill", prefill.url,
-            "--decode", decode.url, "--kv-connector", "nixl", "--policy", "round_robin", "--log-level", "warning",
-            "--prometheus-port", str(free_port()),
-        ]  # fmt: skip
-        return Server("router", command, port), "vllm-router"
+    if not found:
+        return proxy(prefill, decode), "examples/proxy.py"
+    port = free_port()
+    command = [
+        found, "--host", "127.0.0.1", "--port", str(port), "--vllm-pd-disaggregation", "--prefill", prefill.url,
+        "--decode", decode.url, "--kv-connector", "nixl", "--policy", "round_robin", "--log-level", "warning",
+        "--prometheus-port", str(free_port()),
+    ]  # fmt: skip
+    return Server("router", command, port), "vllm-router"
+
+
+def proxy(prefill: Server, decode: Server) -> Server:
+    """proxy.py before the two."""
+    port = free_port()
     command = [
         sys.executable, str(Path(__file__).with_name("proxy.py")), "--port", str(port), "--prefill", prefill.url,
         "--decode", decode.url,
     ]  # fmt: skip
-    return Server("proxy", command, port), "examples/proxy.py"
+    return Server("proxy", command, port)
 
 
 def free_port() -> int:
