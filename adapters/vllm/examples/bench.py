@@ -1,9 +1,13 @@
-"""Throughput and time to the first token: one server, two halves over CAM, two halves over vLLM's NixlConnector."""
+"""Throughput and time to the first token: one server, two halves over CAM, two halves over vLLM's NixlConnector.
+
+By itself it prints the table alone; `demo.py --bench` compares tokens first.
+"""
 
 import concurrent.futures
 import importlib.util
 import json
 import statistics
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
@@ -123,3 +127,12 @@ def _stream(server: servers.Server, model: str, prompt: list[int]) -> tuple[floa
     except OSError as error:
         raise servers.ServerFailed(f"{server.name}: {error}\n{server.tail()}") from None
     return first, tokens
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="cam-bench-") as folder:
+        run(Console(), tiny_models.make("dense", Path(folder)))
+
+
+if __name__ == "__main__":
+    main()
