@@ -191,6 +191,26 @@ def test_the_log_says_where_the_cache_lies_and_how_it_is_reached(trio: Trio) -> 
     assert re.search(r"opened instance \S+: shm: ", trio.decode.log)
 
 
+def test_a_decode_that_dies_and_comes_back(trio: Trio) -> None:
+    """Killed with one load under way (it waits for the stopped prefill) and one not begun: the prefill frees both."""
+    offers = trio.offers(prompt(720, 128), prompt(721, 64))
+    trio.prefill.signal(signal.SIGSTOP)
+    try:
+        trio.decode.call("add", prompt=prompt(720, 128), max_tokens=TOKENS, kv=offers[0])
+        trio.decode.call("step")
+        assert trio.decode.call("state")["pending"]
+        trio.decode.kill()
+    finally:
+        trio.prefill.signal(signal.SIGCONT)
+    state = trio.prefill.call("settle")
+    assert state["requests"] == state["pending"] == []
+    assert state["free"] == state["total"]
+    trio.decode = trio.start(kv_transfer_config=connector("kv_consumer", policy="recompute")).wait_ready()
+    asked = prompt(722, 64)
+    assert trio.apart(asked) == trio.alone(asked)
+    trio.check_clean()
+
+
 def test_a_prefill_that_dies_and_comes_back(trio: Trio) -> None:
     """Last, because it kills. The decode recomputes what it cannot fetch, and takes the new instance for what it is."""
     asked = prompt(800, 64)
