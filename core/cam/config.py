@@ -61,6 +61,10 @@ class Config(BaseSettings):
     isa: Literal["auto", "avx512", "avx2", "portable"] = "auto"
     """Instruction set of the CPU kernels; "auto" takes the best that this machine has."""
 
+    ep_kernels: Literal["auto", "ascend"] = "auto"
+    """Kernels of expert parallelism. auto: C++ for CPU tensors, the vendor's for NPU tensors. ascend: CAM's own Ascend
+    kernels, on CPU tensors run from their Ascend IR (slow: for developing and testing them). The same on all ranks."""
+
     nontemporal_threshold: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 20)
     """Calls that move more bytes than this write around the caches: the receiver reads them later anyway, and
     a normal store would first read each line that it overwrites."""

@@ -140,6 +140,11 @@ class Group:
         if self._turns.last is not None:
             self.abort(reason)
 
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of operations that bring none of their own, in seconds."""
+        return self._timeout_s
+
     def set_timeout(self, timeout: float | timedelta) -> None:
         """The deadline of later operations that bring none of their own."""
         self._timeout_s = seconds(timeout, self._timeout_s)

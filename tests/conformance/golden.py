@@ -60,9 +60,11 @@ def received(case: Case) -> tuple[reference.Received, ...]:
     )
 
 
-def outputs(case: Case, parts: Sequence[reference.Received], *, weighted: bool = True) -> list[Tensor]:
+def outputs(
+    case: Case, parts: Sequence[reference.Received], *, weighted: bool = True, biased: bool = True
+) -> list[Tensor]:
     ys = [expert_output(case, rank, part.x.shape[0]) for rank, part in enumerate(parts)]
-    bias = [mine.bias for mine in all_inputs(case) if mine.bias is not None] if case.bias else None
+    bias = [mine.bias for mine in all_inputs(case) if mine.bias is not None] if case.bias and biased else None
     return reference.combine(ys, parts, _used_weights(case) if weighted else None, layout=case.layout, bias=bias)
 
 

@@ -50,6 +50,18 @@ def forward_many(group: Any, cases: list[Case]) -> list[Seen]:
     return [forward(group, case) for case in cases]
 
 
+def refusals(group: Any, cases: list[Case]) -> list[str]:
+    """What the InputError says that each case must end with."""
+    said = []
+    for case in cases:
+        try:
+            forward(group, case)
+            said.append("accepted")
+        except cam.InputError as error:
+            said.append(str(error))
+    return said
+
+
 def window_forward(group: Any, case: Case) -> Seen:
     """As forward, with x and y in window memory: the case in which nothing is copied on the way."""
     mine = inputs(case, group.rank)

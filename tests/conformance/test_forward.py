@@ -6,23 +6,15 @@ import pytest
 import torch
 
 from tests.conformance import golden, programs
-from tests.conformance.backends import BACKENDS, DEFAULT, Backend
+from tests.conformance.backends import Backend, on_backends, on_kinds, on_kinds_in_layouts
 from tests.conformance.case import PAIRS, ROUTINGS, Case
-from tests.launcher import Ranks
+from tests.conformance.checks import check, check_repeated
 
 WORLDS = (1, 2, 3, 4, 8)
 TOKENS = (7, 0, 12, 1, 5, 16, 3, 9)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-on_backends = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 in_layouts = pytest.mark.parametrize("layout", ["expert", "rank"])
-
-
-def check(backend: Backend, *cases: Case) -> None:
-    with Ranks(cases[0].world, **backend.config) as ranks:
-        by_rank = ranks.run(programs.forward_many, list(cases))
-    for n, case in enumerate(cases):
-        golden.check_forward(case, [seen[n] for seen in by_rank])
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -69,28 +61,29 @@ def test_wide_rows(backend: Backend, layout: str) -> None:
 @on_backends
 def test_non_temporal_stores(backend: Backend) -> None:
     """The same bits when every call is large enough for non-temporal stores (threshold 0)."""
-    with Ranks(2, nontemporal_threshold=0, **backend.config) as ranks:
-        for layout in ("expert", "rank"):
-            for hidden in (1, 31, 64, 257):
-                for quant in (None, "int8", "fp8"):
-                    case = Case((9, 6), hidden=hidden, layout=layout, quant=quant, bias=True)
-                    golden.check_forward(case, ranks.run(programs.forward, case))
+    cases = [
+        Case((9, 6), hidden=hidden, layout=layout, quant=quant, bias=True)
+        for layout in ("expert", "rank")
+        for hidden in (1, 31, 64, 257)
+        for quant in (None, "int8", "fp8")
+    ]
+    check(backend, *cases, nontemporal_threshold=0)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @in_layouts
-def test_the_number_of_threads_changes_nothing(layout: str, threads: int) -> None:
-    case = Case((70, 33), hidden=512, experts=9, topk=4, layout=layout, bias=True)
-    with Ranks(2, threads=threads) as ranks:
-        golden.check_forward(case, ranks.run(programs.forward, case))
+@on_kinds
+def test_the_number_of_threads_changes_nothing(backend: Backend, layout: str, threads: int) -> None:
+    check(backend, Case((70, 33), hidden=512, experts=9, topk=4, layout=layout, bias=True), threads=threads)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @in_layouts
-def test_routings(layout: str, routing: str) -> None:
+@on_kinds
+def test_routings(backend: Backend, layout: str, routing: str) -> None:
     base = Case(TOKENS[:4], layout=layout, topk=4, routing=routing)
     check(
-        DEFAULT,
+        backend,
         base,
         replace(base, experts=10, masks=True),
         replace(base, experts=3),
@@ -99,80 +92,73 @@ def test_routings(layout: str, routing: str) -> None:
 
 
 @pytest.mark.parametrize("alignment", [1, 2, 8, 128])
-def test_alignment(alignment: int) -> None:
+@on_kinds
+def test_alignment(backend: Backend, alignment: int) -> None:
     base = Case((6, 0, 11), experts=7, topk=3, alignment=alignment)
-    check(DEFAULT, base, replace(base, quant="int8"), replace(base, quant="fp8"), replace(base, weights=False))
+    check(backend, base, replace(base, quant="int8"), replace(base, quant="fp8"), replace(base, weights=False))
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 @in_layouts
-def test_already_quantised_pairs_are_forwarded(layout: str, pair: str) -> None:
+@on_kinds
+def test_already_quantised_pairs_are_forwarded(backend: Backend, layout: str, pair: str) -> None:
     base = Case((6, 0, 11), hidden=36, layout=layout, prequantised=pair, out_hidden=64)
-    check(DEFAULT, base, replace(base, strided=True))
+    check(backend, base, replace(base, strided=True))
     if layout == "expert":
-        check(DEFAULT, replace(base, alignment=4))
+        check(backend, replace(base, alignment=4))
 
 
 @in_layouts
-def test_index_types_and_strides(layout: str) -> None:
+@on_kinds
+def test_index_types_and_strides(backend: Backend, layout: str) -> None:
     base = Case((6, 4, 11), layout=layout, bias=True)
-    check(DEFAULT, replace(base, idx_dtype=torch.int32), replace(base, strided=True))
+    check(backend, replace(base, idx_dtype=torch.int32), replace(base, strided=True))
     check(
-        DEFAULT,
+        backend,
         replace(base, strided=True, idx_dtype=torch.int32, quant="int8"),
         replace(base, weights=False),
     )
 
 
 @in_layouts
-def test_combine_takes_another_hidden_and_dtype(layout: str) -> None:
+@on_kinds
+def test_combine_takes_another_hidden_and_dtype(backend: Backend, layout: str) -> None:
     base = Case((6, 4, 11), hidden=32, layout=layout, bias=True)
     check(
-        DEFAULT,
+        backend,
         *(replace(base, out_hidden=h, out_dtype=d) for h in (1, 20, 96) for d in DTYPES),
         replace(base, quant="int8", out_dtype=torch.float32),
     )
 
 
-@in_layouts
-def test_tensors_in_window_memory(layout: str) -> None:
+@on_kinds_in_layouts
+def test_tensors_in_window_memory(backend: Backend, layout: str) -> None:
     case = Case((6, 0, 11), layout=layout, bias=True)
-    with Ranks(3) as ranks:
+    with backend.ranks(3) as ranks:
         golden.check_forward(case, ranks.run(programs.window_forward, case))
 
 
 @pytest.mark.parametrize(("layout", "alignment"), [("expert", 1), ("expert", 8), ("rank", 1)])
-def test_a_handle_repeats_its_routing(layout: str, alignment: int) -> None:
+@on_kinds
+def test_a_handle_repeats_its_routing(backend: Backend, layout: str, alignment: int) -> None:
     case = Case((6, 0, 11), layout=layout, alignment=alignment, masks=True, bias=True)
-    check_repeated(case, replace(case, hidden=50, out_hidden=50, dtype=torch.float32, out_dtype=torch.float32))
+    check_repeated(backend, case, replace(case, hidden=50, out_hidden=50, dtype=torch.float32, out_dtype=torch.float32))
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 @in_layouts
-def test_a_handle_repeats_its_routing_quantised(layout: str, quant: str) -> None:
+@on_kinds
+def test_a_handle_repeats_its_routing_quantised(backend: Backend, layout: str, quant: str) -> None:
     case = Case((6, 0, 11), layout=layout, quant=quant)
-    check_repeated(case, replace(case, hidden=260, out_hidden=32))
-
-
-def check_repeated(case: Case, other: Case) -> None:
-    """`other` differs from `case` in what is sent, not in where it goes."""
-    with Ranks(case.world) as ranks:
-        by_rank = ranks.run(programs.repeated, case, other)
-    parts, again = golden.received(case), golden.received(other)
-    outs = golden.outputs(replace(case, bias=False), parts)
-    outs_again = golden.outputs(replace(other, bias=False), again)
-    for rank, (first, second) in enumerate(by_rank):
-        golden.check_received(first, parts[rank], rank)
-        golden.check_received(second, again[rank], rank)
-        golden.same_bits(first["out"], outs[rank], "first combine")
-        golden.same_bits(second["out"], outs_again[rank], "second combine")
+    check_repeated(backend, case, replace(case, hidden=260, out_hidden=32))
 
 
 @in_layouts
-def test_more_than_the_npu_kernels_allow(layout: str) -> None:
+@on_kinds
+def test_more_than_the_npu_kernels_allow(backend: Backend, layout: str) -> None:
     """CAM's NPU kernels stop at 512 experts and top-k 16; limits here come from memory only."""
-    check(DEFAULT, Case((9, 4), experts=1000, topk=40, layout=layout, routing="distinct"))
-    check(DEFAULT, Case((3, 4), experts=5, topk=70, layout=layout))
+    check(backend, Case((9, 4), experts=1000, topk=40, layout=layout, routing="distinct"))
+    check(backend, Case((3, 4), experts=5, topk=70, layout=layout))
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "fp8"])
@@ -183,9 +169,10 @@ def test_nan_infinity_and_denormals(backend: Backend, layout: str, quant: str | 
     check(backend, *(replace(base, dtype=dtype, seed=seed) for seed, dtype in enumerate(DTYPES * 2)))
 
 
-def test_every_bit_of_a_row_arrives() -> None:
+@on_kinds
+def test_every_bit_of_a_row_arrives(backend: Backend) -> None:
     """Rows are moved, not computed with: payloads of NaN and the sign of zero too."""
-    for layout in ("expert", "rank"):
-        with Ranks(2) as ranks:
+    with backend.ranks(2) as ranks:
+        for layout in backend.layouts:
             for dtype in DTYPES:
                 assert all(ranks.run(programs.special_values, layout, dtype))

@@ -7,11 +7,10 @@ import torch
 
 from cam_kernels import reference
 from tests.conformance import golden, programs
-from tests.conformance.backends import BACKENDS, DEFAULT, Backend
+from tests.conformance.backends import DEFAULT, Backend, on_backends_with_gradients
 from tests.conformance.case import Case, all_inputs, generator
 from tests.launcher import Ranks
 
-on_backends = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 in_layouts = pytest.mark.parametrize("layout", ["expert", "rank"])
 
 
@@ -24,7 +23,7 @@ def check(backend: Backend, *cases: Case) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @in_layouts
-@on_backends
+@on_backends_with_gradients
 def test_gradients(backend: Backend, layout: str, dtype: torch.dtype, world: int) -> None:
     base = Case((5, 0, 9, 4)[:world], hidden=33, experts=6, topk=3, layout=layout, dtype=dtype, bias=True)
     check(backend, base, replace(base, masks=True, bias=False, seed=1))

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.conformance import stress
-from tests.conformance.backends import BACKENDS, Backend
+from tests.conformance.backends import Backend, on_backends
 from tests.launcher import Ranks
 
 in_layouts = pytest.mark.parametrize("layout", ["expert", "rank"])
@@ -18,9 +18,9 @@ def test_500_rounds_at_capacity(layout: str, quant: str | None) -> None:
             assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@on_backends
 def test_every_backend_for_100_rounds(backend: Backend) -> None:
-    with Ranks(2, **backend.config) as ranks:
+    with backend.ranks(2) as ranks:
         for wrong in ranks.run(stress.rounds, 100, "expert", None):
             assert not wrong, "\n".join(wrong)
 

@@ -70,18 +70,18 @@ def forward(env: RankEnv, cases: list[Case], name: str, max_tokens: int | None) 
         npu = open_paths(env, case, name, max_tokens)
         mine, made_by = inputs(case, env.rank), ("cam", case.experts, "expert", 1)
         assert isinstance(mine.x, Tensor)
-        recv, handle = glue.dispatch(npu, mine.x, mine.topk_idx, mine.topk_weights, mine.mask, made_by)
+        recv, handle = glue.dispatch(npu, mine.x, None, mine.topk_idx, mine.topk_weights, mine.mask, None, made_by)
         y = expert_output(case, env.rank, handle.rows)
         seen: Seen = {"path": npu.choice.path, **vars(recv)}
-        seen["out"] = glue.combine(npu, y, handle, None, None, True)[0]
+        seen["out"] = glue.combine(npu, y, handle, None, None, True, None)[0]
         row = row_weights(case, env.rank, len(y)) if npu.choice.path == "alltoall" else None
         bias = torch.ones_like(seen["out"])
-        biased, seen["combined"] = glue.combine(npu, y, handle, row, bias, False)
-        seen["out_again"] = glue.combine(npu, y, handle, None, None, False)[0]
+        biased, seen["combined"] = glue.combine(npu, y, handle, row, bias, False, None)
+        seen["out_again"] = glue.combine(npu, y, handle, None, None, False, None)[0]
         assert torch.equal(biased, seen["out_again"] + bias)
         handle.release()
         with pytest.raises(InputError, match="released"):
-            glue.combine(npu, y, handle, None, None, True)
+            glue.combine(npu, y, handle, None, None, True, None)
         everything.append(seen)
     return everything
 
@@ -202,6 +202,7 @@ def test_what_mc2_cannot_do_is_refused_with_a_way_out() -> None:
 def test_what_npus_do_not_have_is_refused(
     layout: str, alignment: int, process_group: object, error: type[Exception], wanted: str
 ) -> None:
-    group: Any = types.SimpleNamespace(name="cam", process_group=process_group)
+    config = types.SimpleNamespace(ep_kernels="auto")
+    group: Any = types.SimpleNamespace(name="cam", process_group=process_group, config=config)
     with pytest.raises(error, match=wanted):
-        glue.open_npu(group, 8, layout, None, alignment, None)
+        glue.open_path(group, torch.device("meta"), 8, layout, None, alignment, None)

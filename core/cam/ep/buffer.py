@@ -13,7 +13,7 @@ from cam.ep.received import Handle, Received
 from cam.errors import InputError
 from cam.group import Group
 from cam.npu import status
-from cam.npu.expert_parallel import NpuExpertParallel
+from cam.npu.routes import ExpertPath
 from cam.ops.ep import fp8_groups  # and registers torch.ops.cam.ep_*
 from cam.ops.ep_autograd import ROW_DTYPES
 from cam.ops.placement import expert_range
@@ -69,7 +69,7 @@ class Buffer:
             raise InputError(f"max_tokens must be >= 0 or None, got {max_tokens}")
         if not status.present():
             group.endpoint  # noqa: B018  # raises NotReachable now rather than in the first dispatch
-        self._npu: NpuExpertParallel | None = None
+        self._path: ExpertPath | None = None
         self.group = group
         self.num_experts = num_experts
         self.layout = layout
@@ -133,10 +133,9 @@ class Buffer:
         if topk_idx is None:
             raise InputError("dispatch needs topk_idx, or the handle of an earlier dispatch")
         self._check_routing(values.shape[0], topk_idx, topk_weights, active_mask)
-        if values.device.type == "npu":
-            if scales is not None:
-                raise InputError("rows that are quantised already cannot be forwarded on NPUs: use quant='int8'")
-            return npu.dispatch(self._on_npu(timeout), values, topk_idx, topk_weights, active_mask, self._traits)
+        if self._on_path(values):
+            path, limit_s = self._open_path(values.device), _limit(timeout)
+            return npu.dispatch(path, values, scales, topk_idx, topk_weights, active_mask, limit_s, self._traits)
         rows, row_scales, source, idx, weights, counts, source_counts, route, anchor = torch.ops.cam.ep_dispatch(
             values,
             scales,
@@ -177,11 +176,11 @@ class Buffer:
     ) -> tuple[Received, Handle]:
         if topk_idx is not None or topk_weights is not None or active_mask is not None:
             raise InputError("dispatch(handle=...) repeats a routing: topk_idx, topk_weights, active_mask must be None")
-        if isinstance(handle, npu.NpuHandle):
-            raise InputError("dispatch(handle=...) is not available on NPUs: pass the routing again")
         route = self._route(handle)
         if values.shape[0] != route.shape[0]:
             raise InputError(f"x has {values.shape[0]} tokens; the handle is of a dispatch of {route.shape[0]}")
+        if isinstance(handle, npu.NpuHandle):
+            return npu.repeat(self._open_path(values.device), values, scales, handle, _limit(timeout))
         differentiable = torch.is_grad_enabled() and values.requires_grad
         rows, row_scales, _, _, anchor = torch.ops.cam.ep_scatter(
             values,
@@ -332,7 +331,8 @@ class Buffer:
                     f"{tuple(topk_weights.shape)} {topk_weights.dtype}"
                 )
         if isinstance(handle, npu.NpuHandle):
-            result = npu.combine(self._on_npu(timeout), y, handle, topk_weights, bias, apply)
+            path = self._open_path(y.device)
+            result = npu.combine(path, y, handle, topk_weights, bias, apply, _limit(timeout))
             return result[0] if topk_weights is None else result
         out, combined = torch.ops.cam.ep_combine(
             y,
@@ -359,14 +359,16 @@ class Buffer:
                 )
         return handle.route
 
-    def _on_npu(self, timeout: Timeout) -> NpuExpertParallel:
-        if timeout is not None:
-            raise InputError("timeout= is not available on NPUs: the process group's own applies")
-        if self._npu is None:
-            self._npu = npu.open_npu(
-                self.group, self.num_experts, self.layout, self.quant, self.expert_alignment, self.max_tokens
+    def _on_path(self, values: Tensor) -> bool:
+        """Whether a path of cam.npu serves these rows, and not the CPU kernels."""
+        return values.device.type == "npu" or self.group.config.ep_kernels == "ascend"
+
+    def _open_path(self, device: torch.device) -> ExpertPath:
+        if self._path is None:
+            self._path = npu.open_path(
+                self.group, device, self.num_experts, self.layout, self.quant, self.expert_alignment, self.max_tokens
             )
-        return self._npu
+        return self._path
 
     # --- asynchronous ---------------------------------------------------------------------------------------
 
@@ -406,6 +408,10 @@ class Buffer:
             ),
             lambda result: result if isinstance(result, Tensor) else result[0],
         )
+
+
+def _limit(timeout: Timeout) -> float | None:
+    return None if timeout is None else seconds(timeout, 0.0)
 
 
 def _seconds(timeout: Timeout) -> float:

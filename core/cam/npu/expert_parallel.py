@@ -1,4 +1,4 @@
-"""Which path serves a buffer on an NPU, and the calls on it. Not run on hardware.
+"""Which of the vendor's paths serves a buffer on an NPU, and the calls on it. Not run on hardware.
 
 The choice depends only on what all ranks know alike (chip, experts, ranks, max_tokens, quant, what is installed), never
 on one rank's batch: ranks on different paths would wait for each other for ever.
@@ -17,7 +17,7 @@ from cam.errors import InputError
 from cam.npu import mc2, vendor
 from cam.npu.alltoall import AllToAll, Exchange
 from cam.npu.mc2 import Mc2
-from cam.npu.routes import Routes, Rows
+from cam.npu.routes import Routes, Rows, Sent
 from cam.npu.soc import Soc
 from cam.npu.vendor import Vendor
 
@@ -48,8 +48,8 @@ def choose(
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What combine needs of a dispatch: the routes, the number of rows received, and the path's own state."""
+class VendorSent:
+    """Sent of these paths, with the state that the chosen one wants back."""
 
     routes: Routes
     rows: int
@@ -94,20 +94,44 @@ class NpuExpertParallel:
         self._environment = environment
         self._alltoall = AllToAll(process_group, rank, world, num_experts)
 
-    def dispatch(self, x: Tensor, routes: Routes) -> tuple[Rows, Sent]:
+    def dispatch(
+        self, x: Tensor, routes: Routes, *, scales: Tensor | None = None, timeout_s: float | None = None
+    ) -> tuple[Rows, VendorSent]:
         """x [T, H] -> rows of this rank's experts by local expert, source rank, token; and what combine needs."""
+        _no_deadline(timeout_s)
+        if scales is not None:
+            raise InputError(
+                "rows that are quantised already cannot be forwarded on NPUs: use quant='int8', or CAM's own kernels "
+                "(ep_kernels='ascend')"
+            )
         if self.choice.path != "alltoall":
             self._check_inference(x, routes)
         if self.choice.path == "mc2":
             return self._dispatch_mc2(x, routes)
         if self.choice.path == "vendor":
             rows, state = self._vendor().dispatch(x, routes, self._quant)
-            return rows, Sent(routes, rows.x.shape[0], tensors=state)
+            return rows, VendorSent(routes, rows.x.shape[0], tensors=state)
         rows, exchange = self._alltoall.dispatch(x, routes, self._quant)
-        return rows, Sent(routes, rows.x.shape[0], exchange=exchange)
+        return rows, VendorSent(routes, rows.x.shape[0], exchange=exchange)
 
-    def combine(self, y: Tensor, sent: Sent, *, apply_weights: bool) -> Tensor:
-        """y [R, H'] -> [T, H']: the weighted sum over k. Accumulation and rounding are those of the path's kernel."""
+    def combine(
+        self,
+        y: Tensor,
+        sent: Sent,
+        *,
+        apply_weights: bool,
+        bias: Tensor | None = None,
+        timeout_s: float | None = None,
+    ) -> Tensor:
+        """y [R, H'] -> [T, H']: the weighted sum over k. Accumulation and rounding are those of the path's kernel.
+
+        The bias is added to the rounded sum: the vendor's kernels have no place for it.
+        """
+        _no_deadline(timeout_s)
+        out = self._combine(y, _mine(sent), apply_weights)
+        return out if bias is None else out + bias
+
+    def _combine(self, y: Tensor, sent: VendorSent, apply_weights: bool) -> Tensor:
         if sent.exchange is not None:
             weights = sent.routes.weights if apply_weights else None
             tokens, topk = sent.routes.experts.shape
@@ -123,17 +147,19 @@ class NpuExpertParallel:
         rows[: sent.rows] = y
         return self._mc2().combine(rows, expert_ids, weights, assist_info, ep_recv_counts)
 
-    def row_values(self, values: Tensor, sent: Sent) -> Tensor:
+    def row_values(self, values: Tensor, sent: Sent, *, timeout_s: float | None = None) -> Tensor:
         """values fp32 [R] of received rows -> [T, K] at their tokens. All-to-all only."""
-        if sent.exchange is None:
+        _no_deadline(timeout_s)
+        exchange = _mine(sent).exchange
+        if exchange is None:
             raise InputError(
                 f"combine(topk_weights=...) needs the all-to-all path, this buffer is on {self.choice.path}: "
                 "use Buffer(max_tokens=None)"
             )
         tokens, topk = sent.routes.experts.shape
-        return self._alltoall.row_values(values, sent.exchange, (tokens, topk))
+        return self._alltoall.row_values(values, exchange, (tokens, topk))
 
-    def _dispatch_mc2(self, x: Tensor, routes: Routes) -> tuple[Rows, Sent]:
+    def _dispatch_mc2(self, x: Tensor, routes: Routes) -> tuple[Rows, VendorSent]:
         kernels, expert_ids = self._mc2(), routes.experts.to(torch.int32)
         tokens, topk = expert_ids.shape
         kernels.check(tokens, topk, x.shape[1], x.dtype, self._environment)
@@ -149,7 +175,7 @@ class NpuExpertParallel:
             topk_weights=None,
         )
         state = (assist_info, recv_counts, expert_ids)
-        return rows, Sent(routes, received, tensors=state, capacity=expand_x.shape[0])
+        return rows, VendorSent(routes, received, tensors=state, capacity=expand_x.shape[0])
 
     def _mc2(self) -> Mc2:
         return Mc2(
@@ -175,3 +201,14 @@ class NpuExpertParallel:
             raise InputError(
                 f"the {self.choice.path} path needs every slot selected, topk_idx has -1 or a mask: {way_out}"
             )
+
+
+def _mine(sent: Sent) -> VendorSent:
+    if not isinstance(sent, VendorSent):
+        raise InputError(f"this handle is of a dispatch on another path ({type(sent).__name__})")
+    return sent
+
+
+def _no_deadline(timeout_s: float | None) -> None:
+    if timeout_s is not None:
+        raise InputError("timeout= is not available on NPUs: the process group's own applies")

@@ -62,8 +62,8 @@ class ExpertParallel:
     """One rank's side of dispatch and combine over a window.
 
     launcher: where kernels run. window, rank: the own window and the place in it. alignment: expert rows are padded to
-    a multiple of it. timeout_s: longest wait for a peer. watch: called between looks of every wait; it raises when a
-    peer is known to be dead.
+    a multiple of it. timeout_s: longest wait for a peer; may be set between calls. watch: called between looks of every
+    wait; it raises when a peer is known to be dead.
     Calls are collective and in the same order on all ranks.
     """
 
@@ -82,7 +82,7 @@ class ExpertParallel:
         if alignment < 1:
             raise LimitExceeded(f"alignment = {alignment}, must be at least 1")
         self._launcher, self._window, self._rank = launcher, window, rank
-        self._alignment, self._timeout_s, self._watch = alignment, timeout_s, watch
+        self._alignment, self.timeout_s, self._watch = alignment, timeout_s, watch
         self._device = window.memory.device
         self._dispatches = 0
         self._combines = 0
@@ -171,7 +171,7 @@ class ExpertParallel:
         out = torch.zeros(tokens, hidden, dtype=y.dtype, device=self._device)
         done = torch.zeros(tokens, FLAG_LANES, dtype=torch.int32, device=self._device)
         weights = handle.topk_weights if apply_weights else None
-        deadline = _Deadline(self._timeout_s)
+        deadline = _Deadline(self.timeout_s)
         while tokens:
             launcher.launch(
                 SUM_RESULTS, launcher.cores, window.own("combine_slots", epoch, y.dtype, tokens, topk, hidden),
@@ -244,7 +244,7 @@ class ExpertParallel:
 
     def _wait(self, area: str, flags: int, epoch: int, half: int, operation: str, phase: str, per_rank: int) -> None:
         """Wait until `flags` flags of an own area, in the half of epoch `half`, have reached `epoch`."""
-        deadline = _Deadline(self._timeout_s)
+        deadline = _Deadline(self.timeout_s)
         own = self._window.own(area, half, torch.int32, flags, FLAG_LANES)
         arrived = torch.empty_like(own)
         while True:

@@ -138,6 +138,12 @@ def report() -> tuple[ToolStatus, ...]:
     )
 
 
+def missing() -> list[str]:
+    """What kernels need to be compiled to HIVM and run from their Ascend IR here, and is not there; hivmc is not asked
+    for."""
+    return [f"{each.tool}: {each.detail}" for each in report() if not each.usable and each.tool != "hivmc"]
+
+
 def usable() -> bool:
-    """Whether kernels can be compiled to HIVM and run from their Ascend IR here: everything but hivmc is there."""
-    return all(status.usable for status in report() if status.tool != "hivmc")
+    """Whether kernels can be compiled to HIVM and run from their Ascend IR here."""
+    return not missing()
