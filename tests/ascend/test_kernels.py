@@ -12,6 +12,7 @@ from cam_kernels.ascend.kernels.notify import WAIT_FLAGS
 from cam_kernels.ascend.launch import HivmLauncher, NativeLauncher
 from cam_kernels.ascend.quantising import dequant_int8, quant_int8
 from cam_kernels.ascend.routing import dispatch_layout
+from tests.conformance import golden
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -58,12 +59,14 @@ def test_layout_does_not_depend_on_the_grid() -> None:
 def test_quantisation_is_bit_exact(launcher: NativeLauncher, hidden: int, dtype: torch.dtype) -> None:
     x = (torch.randn(9, hidden) * 2.0 ** torch.arange(-4, 5)[:, None]).to(dtype)
     x[2] = 0
+    x[3, -1], x[5, 0], x[6, hidden // 2] = float("nan"), float("inf"), -float("inf")
+    x[7, 0], x[7, -1] = float("inf"), float("nan")
     q, scale = quant_int8(launcher, x)
     wanted_q, wanted_scale = reference.quant_int8(x)
     assert torch.equal(q, wanted_q)
-    assert torch.equal(scale, wanted_scale)
+    golden.same_bits(scale, wanted_scale, "scale")
     back = dequant_int8(launcher, q, scale.contiguous(), dtype)
-    assert torch.equal(back, reference.dequant_int8(wanted_q, wanted_scale).to(dtype))
+    golden.same_bits(back, reference.dequant_int8(wanted_q, wanted_scale).to(dtype), "back")
 
 
 def test_quantisation_rounds_ties_to_even_and_saturates(launcher: NativeLauncher) -> None:

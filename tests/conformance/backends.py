@@ -21,14 +21,13 @@ class Backend:
     """name: shown in test ids. config: the fields of cam.Config that choose it.
 
     lacks: what a case needs and the backend does not have, as a word of the InputError that must then come; "" if it
-    has everything. layouts, gradients: likewise, for tests without a Case.
+    has everything. layouts: likewise, for tests without a Case.
     """
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     lacks: Callable[[Case], str] = _nothing
     layouts: tuple[str, ...] = ("expert", "rank")
-    gradients: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -57,7 +56,7 @@ CPU = [Backend(f"cpu-{isa}", {"isa": isa}) for isa in cam_kernels.isas()]
 
 #: CAM's Ascend kernels, from their Ascend IR: where their compilers are, which is the environment of `nox -s ascend`.
 ASCEND = (
-    [Backend("ascend-ir", {"ep_kernels": "ascend"}, lacks=_ascend_lacks, layouts=("expert",), gradients=False)]
+    [Backend("ascend-ir", {"ep_kernels": "ascend"}, lacks=_ascend_lacks, layouts=("expert",))]
     if toolchain.usable()
     else []
 )
@@ -70,14 +69,16 @@ def _marked(backends: Sequence[Backend]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("backend", backends, ids=str)
 
 
+#: The CPU kernels of this machine once, and each other kind of kernels.
+KINDS = [DEFAULT, *ASCEND]
+
 on_backends = _marked([*CPU, *ASCEND])
 on_backends_with_gradients = _marked(CPU)
-#: Once with the CPU kernels of this machine, once with each other kind of kernels.
-on_kinds = _marked([DEFAULT, *ASCEND])
+on_kinds = _marked(KINDS)
 #: The same, with the layouts that each kind has.
 on_kinds_in_layouts = pytest.mark.parametrize(
     ("backend", "layout"),
-    [pytest.param(kind, layout, id=f"{kind}-{layout}") for kind in (DEFAULT, *ASCEND) for layout in kind.layouts],
+    [pytest.param(kind, layout, id=f"{kind}-{layout}") for kind in KINDS for layout in kind.layouts],
 )
 #: For properties, which draw one of a family.
 on_families = pytest.mark.parametrize(

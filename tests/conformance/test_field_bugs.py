@@ -10,78 +10,76 @@ import cam
 import cam_kernels
 from cam_kernels import reference
 from tests.conformance import field_bugs, golden, programs, stress
+from tests.conformance.backends import KINDS, Backend, on_kinds, on_kinds_in_layouts
 from tests.conformance.case import Case
+from tests.conformance.checks import check
 from tests.launcher import RankDied, Ranks
 
 in_layouts = pytest.mark.parametrize("layout", ["expert", "rank"])
 
 
-def check(*cases: Case) -> None:
-    with Ranks(cases[0].world) as ranks:
-        for case in cases:
-            golden.check_forward(case, ranks.run(programs.forward, case))
-
-
 @in_layouts
-def test_01_ranks_that_get_no_tokens(layout: str) -> None:
+@on_kinds
+def test_01_ranks_that_get_no_tokens(backend: Backend, layout: str) -> None:
     """sgl-kernel-npu#69: combine deadlocks when some ranks receive nothing. All top-k on rank 0, 20
     rounds.
     """
     cases = [Case((6, 3, 8, 5), topk=4, layout=layout, routing="rank0", seed=seed) for seed in range(20)]
-    check(*cases)
+    check(backend, *cases)
 
 
 @in_layouts
-def test_02_a_rank_that_sends_no_tokens(layout: str) -> None:
+@on_kinds
+def test_02_a_rank_that_sends_no_tokens(backend: Backend, layout: str) -> None:
     """DeepEP#374, sglang#25397: crash on x[:0]. Empty in, empty [0, H] out."""
-    check(Case((6, 0), hidden=24, layout=layout, bias=True), Case((0, 0), hidden=24, layout=layout, bias=True))
+    check(backend, Case((6, 0), hidden=24, layout=layout, bias=True), Case((0, 0), hidden=24, layout=layout, bias=True))
 
 
-@in_layouts
-def test_03_combine_given_other_rows(layout: str) -> None:
+@on_kinds_in_layouts
+def test_03_combine_given_other_rows(backend: Backend, layout: str) -> None:
     """mori#475, mori#546: silent wrong sums. The handle keeps the routing; rows of another number are
     refused.
     """
-    with Ranks(2) as ranks:
+    with backend.ranks(2) as ranks:
         for message, out in ranks.run(field_bugs.wrong_rows, layout):
             assert "rows" in message or "shape" in message
             assert "99" in message, "the value found is named"
             assert out, "and the group still works afterwards"
 
 
-@in_layouts
-def test_04_the_same_expert_twice(layout: str) -> None:
+@on_kinds_in_layouts
+def test_04_the_same_expert_twice(backend: Backend, layout: str) -> None:
     """vllm#48740: a duplicate trips an assert. Defined: computed twice, summed twice."""
-    with Ranks(2) as ranks:
+    with backend.ranks(2) as ranks:
         for recv, out in ranks.run(field_bugs.duplicate, layout):
             assert recv["expert_counts_list"] in ([0, 0], [0, 4])
             assert out.tolist() == [[3.0 * (0.5 + 0.25)]]
 
 
-@in_layouts
-def test_05_offsets_after_the_first_peer(layout: str) -> None:
+@on_kinds_in_layouts
+def test_05_offsets_after_the_first_peer(backend: Backend, layout: str) -> None:
     """vllm-ascend#10335: source rows taken from the wrong offset. Skewed counts, rows tagged rank * 1000 +
     i.
     """
-    with Ranks(4) as ranks:
+    with backend.ranks(4) as ranks:
         for wrong in ranks.run(field_bugs.tagged, layout):
             assert not wrong, "\n".join(wrong)
 
 
-@in_layouts
-def test_06_no_row_is_ever_corrupt_at_capacity(layout: str) -> None:
+@on_kinds_in_layouts
+def test_06_no_row_is_ever_corrupt_at_capacity(backend: Backend, layout: str) -> None:
     """DeepEP#700: one wrong row in 3 % of calls at capacity. (500 rounds on 4 ranks: test_stress.py.)"""
-    with Ranks(3) as ranks:
+    with backend.ranks(3) as ranks:
         for wrong in ranks.run(stress.rounds, 150, layout, None):
             assert not wrong, "\n".join(wrong)
 
 
-@in_layouts
-def test_07_a_slow_reader_is_not_overwritten(layout: str) -> None:
+@on_kinds_in_layouts
+def test_07_a_slow_reader_is_not_overwritten(backend: Backend, layout: str) -> None:
     """mori#80, mori#93: dispatch overwrites a peer's buffer during combine. One slow rank, no barrier, 200
     rounds.
     """
-    with Ranks(3) as ranks:
+    with backend.ranks(3) as ranks:
         for wrong in ranks.run(field_bugs.slow_reader, 200, layout):
             assert not wrong, "\n".join(wrong)
 
@@ -94,9 +92,10 @@ def test_08_a_second_dispatch_on_one_buffer(layout: str) -> None:
             assert errors == []
 
 
-def test_09_different_limits_per_rank() -> None:
+@on_kinds
+def test_09_different_limits_per_rank(backend: Backend) -> None:
     """DeepEP#208: different num_max per rank hangs. A collective check names both values and the rank."""
-    with Ranks(3) as ranks:
+    with backend.ranks(3) as ranks:
         start = time.monotonic()
         errors = ranks.run(field_bugs.different_limits, expect_errors=True)
         assert time.monotonic() - start < 10
@@ -110,18 +109,27 @@ def test_09_different_limits_per_rank() -> None:
     assert any(isinstance(error, cam.Mismatch) for error in errors)
 
 
-@pytest.mark.parametrize("what", field_bugs.DIFFERENCES)
-def test_09_anything_that_differs_between_ranks(what: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "what"),
+    [
+        pytest.param(kind, what, id=f"{kind}-{what}")
+        for kind in KINDS
+        for what in field_bugs.DIFFERENCES
+        if what != "layout" or len(kind.layouts) > 1
+    ],
+)
+def test_09_anything_that_differs_between_ranks(backend: Backend, what: str) -> None:
     """As DeepEP#208, for every parameter that ranks must agree on."""
-    with Ranks(2) as ranks:
+    with backend.ranks(2) as ranks:
         errors = ranks.run(field_bugs.different, what, expect_errors=True, deadline=25)
     assert all(isinstance(error, (cam.Mismatch, cam.GroupAborted)) for error in errors), errors
     assert any(isinstance(error, cam.Mismatch) for error in errors)
 
 
-def test_10_more_tokens_than_allowed() -> None:
+@on_kinds
+def test_10_more_tokens_than_allowed(backend: Backend) -> None:
     """DeepEP#165: a bare assert. The message has the number given, the limit and the knob."""
-    with Ranks(2) as ranks:
+    with backend.ranks(2) as ranks:
         for message in ranks.run(field_bugs.too_many_tokens):
             assert "17" in message
             assert "16" in message
@@ -130,17 +138,19 @@ def test_10_more_tokens_than_allowed() -> None:
 
 @in_layouts
 @pytest.mark.parametrize("hidden", [1, 7, 96, 3072])
-def test_11_any_hidden_size(hidden: int, layout: str) -> None:
+@on_kinds
+def test_11_any_hidden_size(backend: Backend, hidden: int, layout: str) -> None:
     """DeepEP#413, sglang#19468: hidden not in a fixed list."""
     base = Case((5, 3), hidden=hidden, layout=layout)
-    check(base, replace(base, quant="int8"), replace(base, quant="fp8"))
+    check(backend, base, replace(base, quant="int8"), replace(base, quant="fp8"))
 
 
 @in_layouts
 @pytest.mark.parametrize("topk", [9, 10, 12, 33])
-def test_12_any_top_k(topk: int, layout: str) -> None:
+@on_kinds
+def test_12_any_top_k(backend: Backend, topk: int, layout: str) -> None:
     """uccl#1016: top-k 12 exceeds a hard-coded 9."""
-    check(Case((5, 3), experts=64, topk=topk, layout=layout, routing="distinct"))
+    check(backend, Case((5, 3), experts=64, topk=topk, layout=layout, routing="distinct"))
 
 
 def test_13_offsets_and_sizes_beyond_32_bits() -> None:
@@ -159,9 +169,10 @@ def test_13_rows_beyond_2_gib_of_the_window() -> None:
         golden.check_forward(case, ranks.run(field_bugs.beyond_2_gib, case))
 
 
-def test_14_sums_are_float32() -> None:
+@on_kinds
+def test_14_sums_are_float32(backend: Backend) -> None:
     """DeepEP#176: a bfloat16 accumulator loses 2^-9. Experts give 1, 2^-9, -1."""
-    with Ranks(3) as ranks:
+    with backend.ranks(3) as ranks:
         for out in ranks.run(field_bugs.cancelling):
             assert out.dtype == torch.bfloat16
             assert out.tolist() == [[2.0**-9]]
@@ -184,20 +195,20 @@ def test_15_router_weights_get_their_gradient(layout: str) -> None:
         assert moved - still == pytest.approx(float(seen["logits"][2, 1]) * change, rel=0.05, abs=1e-5)
 
 
-@in_layouts
-def test_16_experts_that_do_not_divide(layout: str) -> None:
+@on_kinds_in_layouts
+def test_16_experts_that_do_not_divide(backend: Backend, layout: str) -> None:
     """vllm-ascend#16384: experts % ranks != 0 refused. 10 experts on 4 ranks, and 3 experts on 4."""
     base = Case((5, 3, 0, 9), experts=10, layout=layout)
-    check(base, replace(base, experts=3))
-    with Ranks(4) as ranks:
+    check(backend, base, replace(base, experts=3))
+    with backend.ranks(4) as ranks:
         for got in ranks.run(field_bugs.ranges, 10):
             assert got == reference.expert_ranges(10, 4)
 
 
-@in_layouts
-def test_17_a_killed_rank_is_named(layout: str) -> None:
+@on_kinds_in_layouts
+def test_17_a_killed_rank_is_named(backend: Backend, layout: str) -> None:
     """Mooncake#2157: survivors hang or blame the wrong peer. Rank 1 is killed in the middle of a loop."""
-    with Ranks(3) as ranks:
+    with backend.ranks(3) as ranks:
         start = time.monotonic()
         results = ranks.run(field_bugs.killed_in_a_loop, layout, expect_errors=True)
         assert time.monotonic() - start < 5
@@ -213,11 +224,12 @@ def test_17_a_killed_rank_is_named(layout: str) -> None:
             assert part in str(error)
 
 
-def test_17_a_late_rank_is_named() -> None:
+@on_kinds
+def test_17_a_late_rank_is_named(backend: Backend) -> None:
     """As Mooncake#2157 with a rank that is alive but late: Timeout names it; afterwards the group says
     why.
     """
-    with Ranks(3) as ranks:
+    with backend.ranks(3) as ranks:
         results = ranks.run(field_bugs.late, 2)
         ranks.discard()  # their group is broken
     for rank in (0, 1):
@@ -230,9 +242,9 @@ def test_17_a_late_rank_is_named() -> None:
         assert "rank 2" in str(second)
 
 
-@in_layouts
-def test_18_zero_splits(layout: str) -> None:
+@on_kinds_in_layouts
+def test_18_zero_splits(backend: Backend, layout: str) -> None:
     """Paddle#73875: all-to-all with zero splits divides by zero. Rows for ranks as [0, n, 0, m]."""
-    with Ranks(4) as ranks:
+    with backend.ranks(4) as ranks:
         for wrong in ranks.run(field_bugs.zero_splits, layout):
             assert not wrong, "\n".join(wrong)

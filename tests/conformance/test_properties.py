@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.conformance import golden, programs
-from tests.conformance.backends import BACKENDS
+from tests.conformance.backends import CPU, Backend, on_families, on_kinds
 from tests.conformance.case import PAIRS, ROUTINGS, Case
+from tests.conformance.checks import check, check_repeated
 from tests.launcher import Ranks
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -50,45 +51,33 @@ def cases(draw: st.DrawFn, *, differentiable: bool = False) -> Case:
     )
 
 
+@on_families
 @settings(bounded, max_examples=250)
-@given(case=cases(), backend=st.sampled_from(BACKENDS))
-def test_dispatch_and_combine(case, backend) -> None:  # type: ignore[no-untyped-def]
-    with Ranks(case.world, **backend.config) as ranks:
-        golden.check_forward(case, ranks.run(programs.forward, case))
+@given(case=cases(), data=st.data())
+def test_dispatch_and_combine(family: list[Backend], case: Case, data: st.DataObject) -> None:
+    check(data.draw(st.sampled_from(family)), case)
 
 
 @settings(bounded, max_examples=80)
-@given(case=cases(differentiable=True), backend=st.sampled_from(BACKENDS))
+@given(case=cases(differentiable=True), backend=st.sampled_from(CPU))
 def test_gradients(case, backend) -> None:  # type: ignore[no-untyped-def]
     with Ranks(case.world, **backend.config) as ranks:
         golden.check_backward(case, ranks.run(programs.backward, case))
 
 
+@on_kinds
 @settings(bounded, max_examples=60)
 @given(first=cases(), seed=st.integers(0, 1000), hidden=st.sampled_from([1, 31, 64, 500]))
-def test_a_handle_repeated(first: Case, seed: int, hidden: int) -> None:
+def test_a_handle_repeated(backend: Backend, first: Case, seed: int, hidden: int) -> None:
     """The second x is of another width; it goes where the first went."""
     if first.prequantised is not None:
         first = replace(first, prequantised=None)
-    second = replace(first, hidden=hidden, out_hidden=first.out_hidden or first.hidden)
-    with Ranks(first.world) as ranks:
-        by_rank = ranks.run(programs.repeated, first, second)
-    parts, again = golden.received(first), golden.received(second)
-    for rank, (one, two) in enumerate(by_rank):
-        golden.check_received(one, parts[rank], rank)
-        golden.check_received(two, again[rank], rank)
-    outs = golden.outputs(replace(first, bias=False), parts)
-    for rank, (one, two) in enumerate(by_rank):
-        golden.same_bits(one["out"], outs[rank], "first combine")
-        golden.same_bits(two["out"], outs[rank], "second combine, same rows given")
+    check_repeated(backend, first, replace(first, hidden=hidden, out_hidden=first.out_hidden or first.hidden))
 
 
+@on_kinds
 @settings(bounded, max_examples=40)
-@given(st.lists(cases(), min_size=2, max_size=6), st.sampled_from([2, 3]))
-def test_buffers_of_all_kinds_on_one_group(several: list[Case], world: int) -> None:
+@given(several=st.lists(cases(), min_size=2, max_size=6), world=st.sampled_from([2, 3]))
+def test_buffers_of_all_kinds_on_one_group(backend: Backend, several: list[Case], world: int) -> None:
     """Sequences of different cases on one live group: nothing of one call is left for the next."""
-    several = [replace(case, tokens=(case.tokens * 3)[:world]) for case in several]
-    with Ranks(world) as ranks:
-        by_rank = ranks.run(programs.forward_many, several)
-    for n, case in enumerate(several):
-        golden.check_forward(case, [seen[n] for seen in by_rank])
+    check(backend, *(replace(case, tokens=(case.tokens * 3)[:world]) for case in several))

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.conformance import stress
-from tests.conformance.backends import Backend, on_backends
+from tests.conformance.backends import Backend, on_backends, on_kinds_in_layouts
 from tests.launcher import Ranks
 
 in_layouts = pytest.mark.parametrize("layout", ["expert", "rank"])
@@ -38,16 +38,16 @@ def test_waits_that_only_sleep_or_only_spin(spin_us: int) -> None:
             assert not wrong, "\n".join(wrong)
 
 
-@in_layouts
-def test_many_dispatches_in_flight(layout: str) -> None:
-    with Ranks(3) as ranks:
+@on_kinds_in_layouts
+def test_many_dispatches_in_flight(backend: Backend, layout: str) -> None:
+    with backend.ranks(3) as ranks:
         for wrong in ranks.run(stress.in_flight, 12, layout):
             assert not wrong, "\n".join(wrong)
 
 
-@in_layouts
-def test_async_forms_give_the_same(layout: str) -> None:
-    with Ranks(3) as ranks:
+@on_kinds_in_layouts
+def test_async_forms_give_the_same(backend: Backend, layout: str) -> None:
+    with backend.ranks(3) as ranks:
         for wrong in ranks.run(stress.asynchronous, 40, layout):
             assert not wrong, "\n".join(wrong)
 

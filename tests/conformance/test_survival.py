@@ -8,18 +8,19 @@ import pytest
 
 import cam
 from tests.conformance import survival
-from tests.launcher import RankDied, Ranks
+from tests.conformance.backends import Backend, on_kinds, on_kinds_in_layouts
+from tests.launcher import RankDied
 
 in_layouts = pytest.mark.parametrize("layout", ["expert", "rank"])
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
-@in_layouts
-def test_a_rank_is_killed_at_any_moment(layout: str, world: int) -> None:
+@on_kinds_in_layouts
+def test_a_rank_is_killed_at_any_moment(backend: Backend, layout: str, world: int) -> None:
     """kill -9 from outside, wherever the victim is: each survivor raises PeerLost with its rank within 2 s."""
     for attempt in range(3):
         victim = attempt % world
-        with Ranks(world) as ranks:
+        with backend.ranks(world) as ranks:
             run = ranks.start(survival.loop, layout, attempt)
             for rank in range(world):
                 run.wait_reached(rank, "looping")
@@ -39,8 +40,9 @@ def test_a_rank_is_killed_at_any_moment(layout: str, world: int) -> None:
         assert took < 10, "2 s, plus what a loaded machine takes to end the processes"
 
 
-def test_a_stopped_rank_is_late_not_dead() -> None:
-    with Ranks(3) as ranks:
+@on_kinds
+def test_a_stopped_rank_is_late_not_dead(backend: Backend) -> None:
+    with backend.ranks(3) as ranks:
         run = ranks.start(survival.loop, "expert", 0, 0.7)
         for rank in range(3):
             run.wait_reached(rank, "looping")
@@ -56,9 +58,10 @@ def test_a_stopped_rank_is_late_not_dead() -> None:
         assert error.waited_s >= 0.5
 
 
-def test_a_rank_that_leaves_is_named() -> None:
+@on_kinds
+def test_a_rank_that_leaves_is_named(backend: Backend) -> None:
     """A rank that closes its group, or ends, while others call: PeerLost, not a wait until the deadline."""
-    with Ranks(3) as ranks:
+    with backend.ranks(3) as ranks:
         start = time.monotonic()
         results = ranks.run(survival.leave, 2)
         ranks.discard()
@@ -68,8 +71,9 @@ def test_a_rank_that_leaves_is_named() -> None:
         assert results[rank].rank == 2
 
 
-def test_a_closed_group_refuses_calls() -> None:
-    with Ranks(2) as ranks:
+@on_kinds
+def test_a_closed_group_refuses_calls(backend: Backend) -> None:
+    with backend.ranks(2) as ranks:
         errors = ranks.run(survival.use_after_close)
         ranks.discard()
     for error in errors:
@@ -78,33 +82,37 @@ def test_a_closed_group_refuses_calls() -> None:
 
 
 @pytest.mark.parametrize("timeout", [0.3, timedelta(seconds=0.3)], ids=["seconds", "timedelta"])
-def test_timeouts_of_calls(timeout: float | timedelta) -> None:
-    with Ranks(2) as ranks:
+@on_kinds
+def test_timeouts_of_calls(backend: Backend, timeout: float | timedelta) -> None:
+    with backend.ranks(2) as ranks:
         (late,) = ranks.run(survival.alone, timeout)[:1]
         ranks.discard()
     assert isinstance(late, cam.Timeout), repr(late)
     assert 0.25 <= late.waited_s <= 5
 
 
-def test_errors_that_all_ranks_share_cost_nothing() -> None:
+@on_kinds
+def test_errors_that_all_ranks_share_cost_nothing(backend: Backend) -> None:
     """After Mismatch, OutOfWindowMemory and InputError the group works, and no window memory is lost."""
-    with Ranks(3, window_limit="8MiB") as ranks:
+    with backend.ranks(3, window_limit="8MiB") as ranks:
         for raised, before, after in ranks.run(survival.shared_errors):
             assert raised == ["Mismatch", "OutOfWindowMemory", "InputError"] * 5
             assert after == before
 
 
-def test_what_was_received_survives_the_sender() -> None:
+@on_kinds
+def test_what_was_received_survives_the_sender(backend: Backend) -> None:
     """Rows are in the receiver's own window: they stay readable when the peer that sent them is dead."""
-    with Ranks(2) as ranks:
+    with backend.ranks(2) as ranks:
         survivor, dead = ranks.run(survival.outlive_sender, expect_errors=True)
         assert isinstance(dead, RankDied)
         assert survivor is True
 
 
-def test_ctrl_c_ends_a_wait() -> None:
+@on_kinds
+def test_ctrl_c_ends_a_wait(backend: Backend) -> None:
     """A user's Ctrl-C on a rank that waits for a late peer raises KeyboardInterrupt soon, not after the deadline."""
-    with Ranks(2, deadline=40) as ranks:
+    with backend.ranks(2, deadline=40) as ranks:
         run = ranks.start(survival.interrupted)
         run.wait_reached(0, "waiting")
         ranks.kill(0, 2)

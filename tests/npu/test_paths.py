@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import cam
 from cam.ep import npu as glue
-from cam.errors import InputError, NotReachable
+from cam.errors import BackendUnavailable, InputError, NotReachable
 from cam.npu.expert_parallel import NpuExpertParallel
 from cam.npu.routes import Routes
 from cam.npu.soc import soc
@@ -206,3 +207,14 @@ def test_what_npus_do_not_have_is_refused(
     group: Any = types.SimpleNamespace(name="cam", process_group=process_group, config=config)
     with pytest.raises(error, match=wanted):
         glue.open_path(group, torch.device("meta"), 8, layout, None, alignment, None)
+
+
+def test_without_the_compilers_own_kernels_say_what_to_install() -> None:
+    from cam_kernels.ascend import toolchain
+
+    if toolchain.usable():
+        pytest.skip("the Ascend compilers are here, in the environment of `nox -s ascend`; runs in all others")
+    with cam.init(name="no-compilers", ep_kernels="ascend") as group:
+        buffer = cam.ep.Buffer(group, 4)
+        with pytest.raises(BackendUnavailable, match="pip install"):
+            buffer.dispatch(torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int64))

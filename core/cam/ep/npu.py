@@ -70,9 +70,7 @@ def _open_own(
     from cam.npu import own  # imports triton
 
     own.check_buffer(num_experts, group.size, layout, quant)
-    return own.OwnKernels(
-        group, num_experts, quant=quant, alignment=alignment, max_tokens=max_tokens, device=device
-    )
+    return own.OwnKernels(group, num_experts, quant=quant, alignment=alignment, max_tokens=max_tokens, device=device)
 
 
 def _open_vendor(

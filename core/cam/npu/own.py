@@ -17,10 +17,6 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-from cam_kernels.ascend import expert_parallel as kernels
-from cam_kernels.ascend.errors import AscendError, WaitExpired
-from cam_kernels.ascend.launch import Launcher, NativeLauncher, NpuLauncher
-from cam_kernels.ascend.window import MAX_EXPERTS, MAX_HIDDEN, MAX_RANKS, MAX_TOPK, Window, WindowLayout, power_of_two
 from torch import Tensor
 
 from cam.errors import CamError, GroupAborted, InputError, Mismatch, OutOfWindowMemory, PeerLost, Timeout
@@ -29,6 +25,10 @@ from cam.npu import status
 from cam.npu.routes import Routes, Rows, Sent
 from cam.npu.windows import Windows, gave_up, open_windows
 from cam.ops.placement import expert_range
+from cam_kernels.ascend import expert_parallel as kernels
+from cam_kernels.ascend.errors import AscendError, WaitExpired
+from cam_kernels.ascend.launch import Launcher, NativeLauncher, NpuLauncher
+from cam_kernels.ascend.window import MAX_EXPERTS, MAX_HIDDEN, MAX_RANKS, MAX_TOPK, Window, WindowLayout, power_of_two
 
 #: Programs of a launch on a CPU: more than one, so that nothing rests on their order.
 _CPU_CORES = 4
@@ -213,7 +213,9 @@ class OwnKernels:
 
     def _check_device(self, x: Tensor) -> None:
         if x.device.type != self._device.type:
-            raise InputError(f"this buffer works on {self._device.type} tensors since its first dispatch, got {x.device}")
+            raise InputError(
+                f"this buffer works on {self._device.type} tensors since its first dispatch, got {x.device}"
+            )
 
     def _limit(self) -> int:
         return int(self._group.config.window_limit or 0)
@@ -324,7 +326,9 @@ class OwnKernels:
             yield
         except WaitExpired as late:
             who = "rank" + ("s " if len(late.late) > 1 else " ") + ", ".join(map(str, late.late))
-            message = f"group {group.name!r}, {operation} ({late.phase}): {who} did not arrive within {late.waited_s:.3g} s"
+            message = (
+                f"group {group.name!r}, {operation} ({late.phase}): {who} did not arrive within {late.waited_s:.3g} s"
+            )
             group.abort(message)  # no alarm: peers that wait for the same rank find out themselves, and by name
             raise Timeout(
                 message, operation=operation, phase=late.phase, ranks=late.late, waited_s=late.waited_s

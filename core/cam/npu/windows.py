@@ -65,14 +65,14 @@ def open_windows(group: Group, nbytes: int, device: torch.device, timeout_s: flo
 
     Raises NotReachable on all ranks alike when one of them cannot make or open one; Timeout, PeerLost.
     """
-    open_all = _open_npu if device.type == "npu" else _open_cpu
-    heads, keep = open_all(group, _HEAD_BYTES + nbytes, timeout_s, device)
-    return Windows(group.rank, heads, keep)
+    nbytes += _HEAD_BYTES
+    if device.type == "npu":
+        return Windows(group.rank, _open_npu(group, nbytes, timeout_s, device), [])
+    mappings = _open_cpu(group, nbytes, timeout_s)
+    return Windows(group.rank, [_bytes_at(each.address, nbytes) for each in mappings], mappings)
 
 
-def _open_cpu(
-    group: Group, nbytes: int, timeout_s: float, device: torch.device
-) -> tuple[list[Tensor], list[object]]:
+def _open_cpu(group: Group, nbytes: int, timeout_s: float) -> list[Any]:
     segment: Segment | None = None
     try:
         offer = _Offer()
@@ -90,7 +90,7 @@ def _open_cpu(
             outcome = _Outcome(str(error))
         # Nobody may close, or write, before all have mapped.
         _tell(group, [outcome] * group.size, "map windows", _Outcome, timeout_s)
-        return [_bytes_at(mapping.address, nbytes) for mapping in mappings], mappings
+        return mappings
     finally:
         if segment is not None:
             segment.close()
@@ -111,9 +111,7 @@ def _bytes_at(address: int, nbytes: int) -> Tensor:
     return torch.frombuffer((ctypes.c_int8 * nbytes).from_address(address), dtype=torch.int8)
 
 
-def _open_npu(
-    group: Group, nbytes: int, timeout_s: float, device: torch.device
-) -> tuple[list[Tensor], list[object]]:
+def _open_npu(group: Group, nbytes: int, timeout_s: float, device: torch.device) -> list[Tensor]:
     """Not run on hardware: written against torch_npu 2.13's own use of these two functions (multiprocessing)."""
     own = torch.zeros(nbytes, dtype=torch.int8, device=device)
     torch.get_device_module(device).synchronize()
@@ -131,7 +129,7 @@ def _open_npu(
     except RuntimeError as error:
         outcome = _Outcome(f"a peer's device memory cannot be opened: {error}")
     _tell(group, [outcome] * group.size, "map windows", _Outcome, timeout_s)
-    return heads, []
+    return heads
 
 
 def _tell(group: Group, messages: Sequence[T], operation: str, kind: type[T], timeout_s: float) -> list[T]:

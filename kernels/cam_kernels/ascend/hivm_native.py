@@ -155,7 +155,7 @@ def instructions(text: str) -> str:
                 parameters.append(f"float a{number}")
                 passed.append(f"low<{_TYPES[kind]}>(a{number})")
             else:
-                parameters.append(f"{_TYPES[kind]} a{number}")
+                parameters.append(f"{'bool' if kind == 'i1' else _TYPES[kind]} a{number}")
                 passed.append(f"a{number}")
         stem = re.sub(r"^vsel_[vs][vs]$", "vsel", _SUFFIX.sub("", name))
         source.append(f"void _mlir_ciface_{name}({', '.join(parameters)}) {{ {stem}({', '.join(passed)}); }}")

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 namespace hivm {
 
@@ -78,7 +79,10 @@ template <class T, int R> struct memref {
         }
         return at;
     }
-    T &operator[](int64_t i) const { return aligned[place(i)]; }
+    T &operator[](int64_t i) const {
+        static_assert(!std::is_same<T, bit>::value, "a mask has no elements with addresses: get, set");
+        return aligned[place(i)];
+    }
 };
 template <int R> using mask = memref<bit, R>;
 template <int R> bool get(const mask<R> &m, int64_t i) {
@@ -109,6 +113,9 @@ template <class T, int R> void copy_ubuf_to_ubuf(const memref<T, R> &from, const
 }
 template <class T, int R> void broadcast_scalar(T value, const memref<T, R> &to) {
     for (int64_t i = 0, n = to.count(); i < n; i++) to[i] = value;
+}
+template <int R> void broadcast_scalar(bool value, const mask<R> &to) {
+    for (int64_t i = 0, n = to.count(); i < n; i++) set(to, i, value);
 }
 template <class T> void broadcast_first_axis_align(const memref<T, 2> &from, const memref<T, 2> &to) {
     for (int64_t i = 0; i < to.sizes[0]; i++)

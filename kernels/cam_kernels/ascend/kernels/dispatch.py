@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from cam_kernels.ascend.kernel import Kernel
-from cam_kernels.ascend.kernels.rounding import to_int8
+from cam_kernels.ascend.kernels.rounding import has_nan, row_scale, to_int8_row
 
 
 @triton.jit
@@ -48,7 +48,8 @@ def push_rows(x_ptr, scale_ptr, topk_ptr, weight_ptr, position_ptr, first_row_pt
     when SCALED); topk [T, K] int32 or int64; weight [T, K] fp32 (read only when WEIGHTED, else 1);
     position [T, K] int32 from assign_positions, -1 = do not send; first_row [E] int32 from plan_rows.
     row_peers, meta_peers, flag_peers [W] int64: addresses of this epoch's areas in each window.
-    QUANT: rows are sent as int8, scale = amax(|row|) / 127, value = round half even (x / scale); zero row: 0, scale 0.
+    QUANT: rows are sent as int8, scale = amax(|row|) / 127, value = round half even (x / scale); zero row: 0, scale 0;
+    a NaN or infinity in a row becomes its scale, its values 0.
     Grid: `blocks`, equal on all ranks; block b takes tokens b, b + blocks, ... Tiling: BH elements of one token, loaded
     once and stored for each k. With H > BH a quantised row is read twice. UB: 2 or 3 tiles of BH (9 with QUANT, fp32).
     """
@@ -62,18 +63,19 @@ def push_rows(x_ptr, scale_ptr, topk_ptr, weight_ptr, position_ptr, first_row_pt
         divisor = 1.0
         if QUANT:
             amax = 0.0
+            nan = 0.0
             for h in range(0, H, BH):
                 tile = tl.load(x_ptr + token * H + h + lane, mask=h + lane < H, other=0.0).to(tl.float32)
                 amax = tl.maximum(amax, tl.max(tl.abs(tile), axis=0))
-            scale = amax / 127.0
-            divisor = tl.where(scale > 0.0, scale, 1.0)
+                nan = tl.maximum(nan, has_nan(tile))
+            scale, divisor = row_scale(amax, nan)
         if SCALED:
             scale = tl.load(scale_ptr + token)
         for h in range(0, H, BH):
             mask = h + lane < H
             tile = tl.load(x_ptr + token * H + h + lane, mask=mask, other=0)
             if QUANT:
-                tile = to_int8(tile.to(tl.float32) / divisor)
+                tile = to_int8_row(tile.to(tl.float32), divisor)
             for k in range(K):
                 position = tl.load(position_ptr + token * K + k)
                 if position >= 0:

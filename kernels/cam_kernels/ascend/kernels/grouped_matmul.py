@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from cam_kernels.ascend.kernel import Kernel
-from cam_kernels.ascend.kernels.rounding import to_int8
+from cam_kernels.ascend.kernels.rounding import has_nan, row_scale, to_int8_row
 
 
 @triton.jit
@@ -99,14 +99,16 @@ def swiglu_requant(sums_ptr, token_scale_ptr, channel_scale_ptr, end_ptr, q_ptr,
         channel_ptr = channel_scale_ptr + _group_of(end_ptr, r, G).to(tl.int64) * 2 * inner
         sums = sums_ptr + row * 2 * inner
         amax = 0.0
+        nan = 0.0
         for mid in range(0, inner, BI):
-            amax = tl.maximum(amax, tl.max(tl.abs(_swiglu(sums, channel_ptr, token_scale, mid, inner, BI)), axis=0))
-        scale = amax / 127.0
-        divisor = tl.where(scale > 0.0, scale, 1.0)
+            value = _swiglu(sums, channel_ptr, token_scale, mid, inner, BI)
+            amax = tl.maximum(amax, tl.max(tl.abs(value), axis=0))
+            nan = tl.maximum(nan, has_nan(value))
+        scale, divisor = row_scale(amax, nan)
         for mid in range(0, inner, BI):
             value = _swiglu(sums, channel_ptr, token_scale, mid, inner, BI)
             lane = mid + tl.arange(0, BI)
-            tl.store(q_ptr + row * inner + lane, to_int8(value / divisor), mask=lane < inner)
+            tl.store(q_ptr + row * inner + lane, to_int8_row(value, divisor), mask=lane < inner)
         tl.store(scale_ptr + row * 8 + tl.arange(0, 8), tl.zeros([8], tl.float32) + scale)
 
 

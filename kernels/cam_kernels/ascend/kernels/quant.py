@@ -1,6 +1,7 @@
 """Per-token int8 quantisation and its inverse.
 
-scale = amax(|row|) / 127, value = round half even (x / scale), both in fp32; a zero row gives values 0 and scale 0.
+scale = amax(|row|) / 127, value = round half even (x / scale), both in fp32; a zero row gives values 0 and scale 0, a
+NaN or infinity in a row becomes its scale.
 CAM's own kernels differ in the corner: one adds 1e-12 to amax, another gives NaN for a zero row.
 
 Not run on hardware.
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from cam_kernels.ascend.kernel import Kernel
-from cam_kernels.ascend.kernels.rounding import to_int8
+from cam_kernels.ascend.kernels.rounding import has_nan, row_scale, to_int8_row
 
 
 @triton.jit
@@ -27,15 +28,16 @@ def quant_rows(x_ptr, q_ptr, scale_ptr, R, H, BH: tl.constexpr):
     for r in range(tl.program_id(0), R, tl.num_programs(0)):
         row = r.to(tl.int64)
         amax = 0.0
+        nan = 0.0
         for h in range(0, H, BH):
             tile = tl.load(x_ptr + row * H + h + lane, mask=h + lane < H, other=0.0).to(tl.float32)
             amax = tl.maximum(amax, tl.max(tl.abs(tile), axis=0))
-        scale = amax / 127.0
-        divisor = tl.where(scale > 0.0, scale, 1.0)
+            nan = tl.maximum(nan, has_nan(tile))
+        scale, divisor = row_scale(amax, nan)
         for h in range(0, H, BH):
             mask = h + lane < H
             tile = tl.load(x_ptr + row * H + h + lane, mask=mask, other=0.0).to(tl.float32)
-            tl.store(q_ptr + row * H + h + lane, to_int8(tile / divisor), mask=mask)
+            tl.store(q_ptr + row * H + h + lane, to_int8_row(tile, divisor), mask=mask)
         tl.store(scale_ptr + row * 8 + tl.arange(0, 8), tl.zeros([8], tl.float32) + scale)
 
 

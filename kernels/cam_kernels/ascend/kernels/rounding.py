@@ -1,4 +1,4 @@
-"""Rounding to integers inside kernels."""
+"""Rounding to integers inside kernels, and the scale of a quantised row."""
 
 from __future__ import annotations
 
@@ -15,6 +15,31 @@ def round_half_even(value):
     reassociate floats: nothing is compiled with fast-math.
     """
     return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def has_nan(tile):
+    """1.0 if the fp32 tile holds a NaN, else 0.0. Asked for itself, because what a vector maximum makes of a NaN is the
+    unit's affair."""
+    return tl.max(tl.where(tile == tile, 0.0, 1.0), axis=0)
+
+
+@triton.jit
+def row_scale(amax, nan):
+    """amax = max |row| and nan = has_nan of the row, fp32 -> scale, and what to_int8_row divides by.
+
+    scale = amax / 127, NaN for a row with a NaN, infinite for one with an infinity: the receiver sees it. The divisor
+    is 0 where all values become 0: such rows, and those too small for a positive scale.
+    """
+    scale = tl.where(nan > 0.0, float("nan"), amax / 127.0)
+    return scale, tl.where((scale > 0.0) & (scale < float("inf")), scale, 0.0)
+
+
+@triton.jit
+def to_int8_row(tile, divisor):
+    """Values of a row, by the divisor of row_scale."""
+    kept = tl.where(divisor > 0.0, tile / tl.where(divisor > 0.0, divisor, 1.0), 0.0)
+    return to_int8(kept)
 
 
 @triton.jit
