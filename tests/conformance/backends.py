@@ -54,7 +54,7 @@ def _ascend_lacks(case: Case) -> str:
 
 CPU = [Backend(f"cpu-{isa}", {"isa": isa}) for isa in cam_kernels.isas()]
 
-#: CAM's Ascend kernels, from their Ascend IR: where their compilers are, which is the environment of `nox -s ascend`.
+#: CAM's Ascend kernels, from their Ascend IR: where their compilers are, in the environment of `make test-ascend`.
 ASCEND = (
     [Backend("ascend-ir", {"ep_kernels": "ascend"}, lacks=_ascend_lacks, layouts=("expert",))]
     if toolchain.usable()

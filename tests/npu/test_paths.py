@@ -213,7 +213,7 @@ def test_without_the_compilers_own_kernels_say_what_to_install() -> None:
     from cam_kernels.ascend import toolchain
 
     if toolchain.usable():
-        pytest.skip("the Ascend compilers are here, in the environment of `nox -s ascend`; runs in all others")
+        pytest.skip("the Ascend compilers are here, in the environment of `make test-ascend`; runs in all others")
     with cam.init(name="no-compilers", ep_kernels="ascend") as group:
         buffer = cam.ep.Buffer(group, 4)
         with pytest.raises(BackendUnavailable, match="pip install"):

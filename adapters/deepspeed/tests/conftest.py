@@ -1,4 +1,4 @@
-"""These tests need DeepSpeed, which `make test` does not install: `nox -s deepspeed` does."""
+"""These tests need DeepSpeed, which has an environment of its own: `make test-deepspeed` runs them."""
 
 import pytest
 

@@ -18,7 +18,7 @@ _BUILD = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B()
 def skip_without_deepspeed() -> None:
     """At the head of a test file."""
     if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: `nox -s deepspeed` runs these", allow_module_level=True)
+        pytest.skip("deepspeed is not installed: `make test-deepspeed` runs these", allow_module_level=True)
 
 
 def variables() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Tests that need vLLM skip themselves where it is not installed; `nox -s vllm` runs all."""
+"""Tests that need vLLM skip themselves where it is not installed; `make test-vllm` runs all."""
 
 import os
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: nox -s vllm runs these")
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm runs these")
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: nox -s vllm runs these")
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm runs these")
 
 from adapters.vllm.examples import tiny_models
 from adapters.vllm.tests.engines import EngineProcess

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed: nox -s vllm runs these")
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm runs these")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec

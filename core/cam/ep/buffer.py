@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cam.deadline import seconds
 from cam.ep import npu
+from cam.ep.checks import check_buffer, check_combine, check_routing, check_rows
 from cam.ep.pending import Pending
 from cam.ep.received import Handle, Received
 from cam.errors import InputError
@@ -15,7 +16,6 @@ from cam.group import Group
 from cam.npu import status
 from cam.npu.routes import ExpertPath
 from cam.ops.ep import fp8_groups  # and registers torch.ops.cam.ep_*
-from cam.ops.ep_autograd import ROW_DTYPES
 from cam.ops.placement import expert_range
 
 #: What a handle's buffer and the buffer that uses it must have in common.
@@ -52,21 +52,7 @@ class Buffer:
         expert_alignment: int = 1,
         max_tokens: int | None = None,
     ) -> None:
-        if num_experts < 1:
-            raise InputError(f"num_experts must be >= 1, got {num_experts}")
-        if layout not in ("expert", "rank"):
-            raise InputError(f"layout must be 'expert' or 'rank', got {layout!r}")
-        if quant not in (None, "int8", "fp8"):
-            raise InputError(f"quant must be None, 'int8' or 'fp8', got {quant!r}")
-        if expert_alignment < 1:
-            raise InputError(f"expert_alignment must be >= 1, got {expert_alignment}")
-        if layout == "rank" and expert_alignment != 1:
-            raise InputError(
-                f"expert_alignment={expert_alignment} needs layout='expert': rows of the rank layout are not grouped "
-                "by expert"
-            )
-        if max_tokens is not None and max_tokens < 0:
-            raise InputError(f"max_tokens must be >= 0 or None, got {max_tokens}")
+        check_buffer(num_experts, layout, quant, expert_alignment, max_tokens)
         if not status.present():
             group.endpoint  # noqa: B018  # raises NotReachable now rather than in the first dispatch
         self._path: ExpertPath | None = None
@@ -127,12 +113,12 @@ class Buffer:
         """
         self.group.check_open("dispatch")
         values, scales = x if isinstance(x, tuple) else (x, None)
-        self._check_rows(values, scales)
+        check_rows(values, scales, self.quant)
         if handle is not None:
             return self._repeat(values, scales, topk_idx, topk_weights, active_mask, handle, timeout)
         if topk_idx is None:
             raise InputError("dispatch needs topk_idx, or the handle of an earlier dispatch")
-        self._check_routing(values.shape[0], topk_idx, topk_weights, active_mask)
+        check_routing(values.shape[0], topk_idx, topk_weights, active_mask)
         if self._on_path(values):
             path, limit_s = self._open_path(values.device), _limit(timeout)
             return npu.dispatch(path, values, scales, topk_idx, topk_weights, active_mask, limit_s, self._traits)
@@ -211,52 +197,6 @@ class Buffer:
         )
         return received, handle.continued(anchor) if differentiable else handle
 
-    def _check_rows(self, values: Tensor, scales: Tensor | None) -> None:
-        if values.dim() != 2:
-            raise InputError(f"x must be [tokens, hidden], got shape {tuple(values.shape)}")
-        if scales is None:
-            if values.dtype not in ROW_DTYPES:
-                raise InputError(
-                    f"x must be bfloat16, float16 or float32, got {values.dtype}; rows that are already quantised are "
-                    "passed as (values, scales)"
-                )
-        else:
-            if self.quant is not None:
-                raise InputError(f"x is already quantised, but this buffer quantises (quant={self.quant!r}): use None")
-            if scales.dim() not in (1, 2) or scales.shape[0] != values.shape[0]:
-                raise InputError(
-                    f"scales must be [{values.shape[0]}, S] or [{values.shape[0]}] like the values' rows, got shape "
-                    f"{tuple(scales.shape)}"
-                )
-            opaque = values.requires_grad and values.dtype not in ROW_DTYPES
-            if (opaque or scales.requires_grad) and torch.is_grad_enabled():
-                raise InputError(
-                    f"{'scales' if scales.requires_grad else f'{values.dtype} values'} that are forwarded carry no "
-                    "gradient, but they require one: pass them detached"
-                )
-        if self.quant is not None and values.requires_grad and torch.is_grad_enabled():
-            raise InputError(
-                f"quantised rows (quant={self.quant!r}) carry no gradient, but x requires one: use quant=None, or pass "
-                "x.detach()"
-            )
-
-    def _check_routing(
-        self, tokens: int, topk_idx: Tensor, topk_weights: Tensor | None, active_mask: Tensor | None
-    ) -> None:
-        if topk_idx.dim() != 2 or topk_idx.shape[0] != tokens:
-            raise InputError(f"topk_idx must be [{tokens}, K] for x's {tokens} rows, got {tuple(topk_idx.shape)}")
-        if topk_idx.dtype not in (torch.int64, torch.int32):
-            raise InputError(f"topk_idx must be int64 or int32, got {topk_idx.dtype}")
-        if topk_weights is not None:
-            if topk_weights.shape != topk_idx.shape:
-                raise InputError(
-                    f"topk_weights must have topk_idx's shape {tuple(topk_idx.shape)}, got {tuple(topk_weights.shape)}"
-                )
-            if topk_weights.dtype != torch.float32:
-                raise InputError(f"topk_weights must be float32, got {topk_weights.dtype}")
-        if active_mask is not None and (active_mask.shape != (tokens,) or active_mask.dtype != torch.bool):
-            raise InputError(f"active_mask must be [{tokens}] bool, got {tuple(active_mask.shape)} {active_mask.dtype}")
-
     # --- combine --------------------------------------------------------------------------------------------
 
     @overload
@@ -310,26 +250,8 @@ class Buffer:
         """
         self.group.check_open("combine")
         route = self._route(handle)
-        if y.dim() != 2 or y.shape[0] != handle.rows:
-            raise InputError(f"y must have the {handle.rows} rows that dispatch gave, got shape {tuple(y.shape)}")
-        if y.dtype not in ROW_DTYPES:
-            raise InputError(f"y must be bfloat16, float16 or float32, got {y.dtype}")
-        if bias is not None and (bias.shape != (route.shape[0], y.shape[1]) or bias.dtype != y.dtype):
-            raise InputError(
-                f"bias must be [{route.shape[0]}, {y.shape[1]}] {y.dtype}, got {tuple(bias.shape)} {bias.dtype}"
-            )
-        if self.layout == "rank" and apply_weights:
-            raise InputError("apply_weights=True needs layout='expert': rows of the rank layout are weighted already")
-        if apply_weights and handle.topk_weights is None:
-            raise InputError("apply_weights=True, but dispatch was given no topk_weights")
+        check_combine(y, handle, route, self.layout, bias, apply_weights, topk_weights)
         apply = self.layout == "expert" if apply_weights is None else apply_weights
-        if topk_weights is not None:
-            shape = (handle.rows,) if self.layout == "expert" else (handle.rows, route.shape[1])
-            if topk_weights.shape != shape or topk_weights.dtype != torch.float32:
-                raise InputError(
-                    f"topk_weights must be {list(shape)} float32, one per received row, got "
-                    f"{tuple(topk_weights.shape)} {topk_weights.dtype}"
-                )
         if isinstance(handle, npu.NpuHandle):
             path = self._open_path(y.device)
             result = npu.combine(path, y, handle, topk_weights, bias, apply, _limit(timeout))

@@ -9,8 +9,6 @@ Of one dispatch or combine:
 """
 
 import contextlib
-import os
-import select
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from torch import Tensor
 from cam.errors import CamError, GroupAborted, InputError, Mismatch, OutOfWindowMemory, PeerLost, Timeout
 from cam.group import Group
 from cam.npu import status
+from cam.npu.lives import Lives
 from cam.npu.routes import Routes, Rows, Sent
 from cam.npu.windows import Windows, gave_up, open_windows
 from cam.ops.placement import expert_range
@@ -91,7 +90,7 @@ class OwnKernels:
         self._windows: Windows | None = None
         self._kernels: kernels.ExpertParallel | None = None
         self._dispatches = 0
-        self._lives = _Lives(group)
+        self._lives = Lives(group)
 
     # --- calls ----------------------------------------------------------------------------------------------
 
@@ -346,47 +345,6 @@ class OwnKernels:
             if isinstance(error, AscendError):
                 raise CamError(reason) from error
             raise
-
-
-class _Lives:
-    """The processes of the peers, watched while this rank waits for what they write."""
-
-    def __init__(self, group: Group) -> None:
-        self.operation, self._start, self._group = "", 0.0, group
-        self._poll = select.poll()
-        self._ranks: dict[int, int] = {}
-        for peer in group.peers:
-            if peer.rank != group.rank:
-                try:
-                    pidfd = os.pidfd_open(peer.pid)
-                except ProcessLookupError:
-                    raise self._lost(peer.rank) from None
-                self._ranks[pidfd] = peer.rank
-                self._poll.register(pidfd, select.POLLIN)
-
-    def begin(self, operation: str, start: float) -> None:
-        self.operation, self._start = operation, start
-
-    def check(self) -> None:
-        """Raises PeerLost."""
-        for pidfd, _ in self._poll.poll(0):
-            raise self._lost(self._ranks[pidfd])
-
-    def _lost(self, rank: int) -> PeerLost:
-        waited = time.monotonic() - self._start if self._start else 0.0
-        operation = self.operation or "dispatch"
-        return PeerLost(
-            f"group {self._group.name!r}, {operation} (kernels): rank {rank} was lost after {waited:.3g} s of waiting "
-            "(its process has ended)",
-            operation=operation,
-            phase="kernels",
-            rank=rank,
-            waited_s=waited,
-        )
-
-    def __del__(self) -> None:
-        for pidfd in self._ranks:
-            os.close(pidfd)
 
 
 def check_buffer(num_experts: int, world: int, layout: str, quant: str | None) -> None:
